@@ -1,0 +1,44 @@
+"""collabify: attention heads that share what they have in common.
+
+``import collabify`` is all a program needs to load a converted model with ``AutoModel*.from_pretrained``,
+before or after ``import transformers``. Nothing heavy is imported until it is used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import wrapt
+
+if TYPE_CHECKING:
+    from collabify.conversion import analyze, convert
+    from collabify.errors import CollabifyError
+    from collabify.models import find_attention
+
+__version__ = "0.1.0"
+__all__ = ["CollabifyError", "__version__", "analyze", "convert", "find_attention"]
+
+_HOME = {
+    "analyze": "collabify.conversion",
+    "convert": "collabify.conversion",
+    "find_attention": "collabify.models",
+    "CollabifyError": "collabify.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'collabify' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def _register(_transformers_quantizers: Any) -> None:
+    import collabify.checkpoint  # noqa: F401 (registers itself)
+
+
+# Runs at once where transformers is imported already, else as soon as it can load models.
+wrapt.register_post_import_hook(_register, "transformers.quantizers.auto")

@@ -1,0 +1,5 @@
+"""``python -m collabify``."""
+
+from collabify.cli.app import main
+
+main()

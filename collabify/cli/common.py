@@ -1,0 +1,141 @@
+"""What the commands share: options, errors as one line, tables and progress.
+
+Standard output carries results (with ``--json`` the JSON and nothing else); progress, warnings and errors go to
+standard error. Exit codes: 0 done, 1 an error told in one line, 2 usage, 130 interrupted.
+"""
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
+
+import typer
+
+from collabify.errors import CollabifyError, CollabifyWarning
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from collabify.checkpoint import Source
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A folder, a Hub id, or 'demo'.", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, nothing else.")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DEVICE", help="Where to compute: cpu, cuda, cuda:1, mps. [default: cpu]"
+    ),
+]
+Layers = Annotated[
+    list[int] | None,
+    typer.Option("--layer", metavar="N ...", help="Only these layers, from 0. [default: all]"),
+]
+
+_SEVERAL = ("--layer", "--energy")
+
+
+def spread(arguments: Sequence[str]) -> list[str]:
+    """Let an option that may be repeated take several numbers: ``--layer 0 1`` as ``--layer 0 --layer 1``."""
+    spread_out: list[str] = []
+    current: str | None = None
+    for argument in arguments:
+        if current is not None and spread_out[-1] != current:
+            if _is_number(argument):
+                spread_out.append(current)
+            else:
+                current = None
+        if argument in _SEVERAL:
+            current = argument
+        spread_out.append(argument)
+    return spread_out
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def reported(command: Callable[P, T]) -> Callable[P, T]:
+    """Tell errors of the user's world in one line and exit with 1; after Ctrl-C exit with 130."""
+
+    @functools.wraps(command)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        warnings.filterwarnings("ignore")
+        warnings.filterwarnings("always", category=CollabifyWarning)
+        warnings.showwarning = _show_warning
+        try:
+            return command(*args, **kwargs)
+        except CollabifyError as error:
+            typer.echo(f"Error: {error}", err=True)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            typer.echo("Interrupted; nothing was written.", err=True)
+            raise typer.Exit(130) from None
+
+    return wrapper
+
+
+def _show_warning(message: Warning | str, *_: Any) -> None:
+    typer.echo(f"Warning: {message}", err=True)
+
+
+def load_model(name: str, dtype: str, device: str | None) -> tuple["PreTrainedModel", "Source"]:
+    """Load with transformers' own chatter off."""
+    from collabify.checkpoint import load, quiet
+
+    quiet()
+    return load(name, dtype=dtype, device=device)
+
+
+def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, text: int = 1) -> None:
+    """A table on standard output; columns from ``text`` on are right-aligned."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, head in enumerate(heads):
+        table.add_column(head, justify="left" if number < text else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    console.print(table)
+
+
+@contextmanager
+def progress_bar(label: str, *, quiet: bool) -> Iterator[Callable[[int, str], None]]:
+    """A bar on standard error; off when that is no terminal or ``quiet``.
+
+    Yields
+    ------
+    advance
+        ``(total, note)``: one more step of ``total`` is done, and a few words on it.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    hidden = quiet or not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), disable=hidden, transient=True) as bar:
+        task = bar.add_task(label, total=None, note="")
+
+        def advance(total: int, note: str) -> None:
+            bar.update(task, total=total, advance=1, note=note)
+
+        yield advance

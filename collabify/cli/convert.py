@@ -1,0 +1,158 @@
+"""``collabify convert``: the main job."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from collabify.cli.common import (
+    Device,
+    Json,
+    Layers,
+    Model,
+    load_model,
+    print_table,
+    progress_bar,
+    reported,
+)
+from collabify.errors import OptionError
+
+if TYPE_CHECKING:
+    from collabify.results import ConversionReport
+
+
+class MethodName(StrEnum):
+    """Choices of ``--method``."""
+
+    CP = "cp"
+    TUCKER = "tucker"
+    HEAD_SVD = "head-svd"
+
+
+class SolverName(StrEnum):
+    """Choices of ``--solver``."""
+
+    FACTORED = "factored"
+    TENSORLY = "tensorly"
+
+
+class DtypeName(StrEnum):
+    """Choices of ``--dtype``."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+
+@reported
+def convert(
+    model: Model,
+    dk: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Shared query-key channels, at most heads x head width (then exact).",
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to write the converted model.")
+    ] = None,
+    method: Annotated[
+        MethodName,
+        typer.Option(
+            help="cp: collaborative attention; tucker: shared subspaces, a core per head; head-svd: heads kept apart."
+        ),
+    ] = MethodName.CP,
+    head_rank: Annotated[
+        int | None,
+        typer.Option(
+            metavar="A", help="tucker: cores that the heads mix. [default: a core per head]"
+        ),
+    ] = None,
+    solver: Annotated[
+        SolverName,
+        typer.Option(help="Ours on the factored heads, or tensorly's on the dense tensor."),
+    ] = SolverName.FACTORED,
+    iterations: Annotated[int, typer.Option(metavar="N", help="Sweeps at most.")] = 100,
+    tol: Annotated[
+        float,
+        typer.Option(metavar="X", help="Stop when a sweep lowers the error by less than this share."),
+    ] = 1e-5,
+    layer: Layers = None,
+    dtype: Annotated[
+        DtypeName, typer.Option(help="Of the converted model; auto: as saved.")
+    ] = DtypeName.AUTO,
+    device: Device = None,
+    seed: Annotated[
+        int, typer.Option(metavar="S", help="For solvers that start at random (tensorly's CP).")
+    ] = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be done, with exact parameter counts.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a model that is in DIR already.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Rewrite the attention layers of MODEL so that their heads share query and key projections.
+
+    The result in DIR is an ordinary transformers model: `import collabify`, then AutoModel*.from_pretrained(DIR).
+    """
+    from collabify.checkpoint import check_not_source, output_folder, save, versions
+    from collabify.conversion import convert as run
+
+    if out is None and not dry_run:
+        raise OptionError("--out is missing: say where to write the model, or pass --dry-run.")
+    with ExitStack() as stack:
+        if out is not None:
+            check_not_source(out, model)
+            folder = stack.enter_context(output_folder(out, overwrite=overwrite, keep=not dry_run))
+        loaded, source = load_model(model, dtype.value, device)
+        with progress_bar("Converting", quiet=json) as advance:
+            total = len(layer) if layer else loaded.config.num_hidden_layers
+            report = run(
+                loaded,
+                dk=dk,
+                method=method.value,
+                head_rank=head_rank,
+                solver=solver.value,
+                iterations=iterations,
+                tolerance=tol,
+                layers=layer,
+                seed=seed,
+                dry_run=dry_run,
+                progress=lambda done: advance(total, f"error {done.relative_error or 0:.4f}"),
+            )
+        report = replace(
+            report,
+            source=source.name,
+            revision=source.revision,
+            versions=versions(),
+            options=report.options | {"dtype": dtype.value, "device": device or "cpu"},
+        )
+        if not dry_run:
+            save(loaded, folder, source=source, report=report)
+    if json:
+        typer.echo(report.to_json())
+    else:
+        _print(report, out)
+
+
+def _print(report: "ConversionReport", out: Path | None) -> None:
+    from collabify.report import conversion_table, parameter_table
+
+    print_table(*conversion_table(report), text=2)
+    print_table(*parameter_table(report))
+    if report.dry_run:
+        typer.echo("Dry run: nothing was decomposed or written.")
+        return
+    typer.echo(f"Saved to {out}. To load it:")
+    typer.echo("")
+    typer.echo("    import collabify")
+    typer.echo("    from transformers import AutoModel")
+    typer.echo(f"    model = AutoModel.from_pretrained({str(out)!r})")

@@ -1,0 +1,79 @@
+"""What was done to each layer: one frozen, versioned record, kept as JSON in a model's ``config.json``.
+
+The record holds just what loading needs, the form and the sizes of every converted layer. How the numbers were found is in
+``collabify.json`` (see :mod:`collabify.results`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+from collabify.errors import CheckpointError
+
+FORMAT_VERSION = 1
+QUANT_METHOD = "collabify"  # the name under which transformers finds us in config.json
+
+Form = Literal["collaborative", "tucker"]
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """The form and the sizes of one converted layer.
+
+    Parameters
+    ----------
+    index
+        Position among the model's distinct attention layers, from 0.
+    form
+        ``collaborative`` (one diagonal core per head) or ``tucker`` (one full core per head).
+    rank
+        Shared channels of queries and keys, D̃k.
+    head_rank
+        Cores that the heads mix, for ``tucker`` with a compressed head mode; ``None``: a core per head.
+    """
+
+    index: int
+    form: Form
+    rank: int
+    head_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class ConversionConfig:
+    """Every converted layer of a model, in order.
+
+    Raises
+    ------
+    CheckpointError
+        From :meth:`from_dict`, where the record was written by a later format or is not one of ours.
+    """
+
+    layers: tuple[LayerConfig, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ``config.json`` holds it, under ``quantization_config``."""
+        layers = [asdict(layer) for layer in self.layers]
+        return {"quant_method": QUANT_METHOD, "version": FORMAT_VERSION, "layers": layers}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> "ConversionConfig":
+        """Read what :meth:`to_dict` wrote."""
+        version = record.get("version")
+        if version != FORMAT_VERSION:
+            raise CheckpointError(
+                f"version={version!r} must be {FORMAT_VERSION} in the collabify record of config.json. "
+                "Install the collabify that wrote it."
+            )
+        try:
+            layers = tuple(LayerConfig(**layer) for layer in record["layers"])
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"The collabify record of config.json is damaged ({error}). Convert the model again."
+            ) from error
+        for layer in layers:
+            if layer.form not in get_args(Form):
+                raise CheckpointError(
+                    f"form={layer.form!r} must be one of {', '.join(get_args(Form))} for layer {layer.index}. "
+                    "Install the collabify that wrote it."
+                )
+        return cls(layers)

@@ -1,0 +1,25 @@
+"""ALBERT: ``attention.{query,key,value,dense}``, residual and layer norm inside; one module for all layers of a group."""
+
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from collabify.attention import Layout
+from collabify.models.adapter import Adapter
+
+
+def _finish(module: Any, hidden_states: Tensor, context: Tensor) -> Tensor:
+    output = module.output_dropout(module.dense(context))
+    return cast(Tensor, module.LayerNorm(hidden_states + output))
+
+
+def _output(base_model: nn.Module, name: str) -> nn.Linear:
+    return cast(nn.Linear, base_model.get_submodule(f"{name}.dense"))
+
+
+ADAPTER = Adapter(
+    attention_classes={"albert": "transformers.models.albert.modeling_albert:AlbertAttention"},
+    layout=Layout("query", "key", "value", "attention_dropout", _finish),
+    num_heads="num_attention_heads",
+    output=_output,
+)

@@ -1,0 +1,28 @@
+"""ViT and the vision encoders with its attention: ``attention.{q,k,v,o}_proj``."""
+
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from collabify.attention import Layout
+from collabify.models.adapter import Adapter
+
+
+def _finish(module: Any, hidden_states: Tensor, context: Tensor) -> Tensor:
+    return cast(Tensor, module.o_proj(context))
+
+
+def _output(base_model: nn.Module, name: str) -> nn.Linear:
+    return cast(nn.Linear, base_model.get_submodule(f"{name}.o_proj"))
+
+
+ADAPTER = Adapter(
+    attention_classes={
+        "deit": "transformers.models.deit.modeling_deit:DeiTAttention",
+        "dinov2": "transformers.models.dinov2.modeling_dinov2:Dinov2Attention",
+        "vit": "transformers.models.vit.modeling_vit:ViTAttention",
+    },
+    layout=Layout("q_proj", "k_proj", "v_proj", "attention_dropout", _finish),
+    num_heads="num_attention_heads",
+    output=_output,
+)

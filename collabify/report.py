@@ -1,0 +1,167 @@
+"""Reports as tables of strings and as figures; nothing is printed here.
+
+The figure has the paper's two panels (Cordonnier et al. 2020, Figure 1): captured variance of ``W_Q^h W_K^hT`` for heads
+separately, and of ``W_Q W_K^T`` for the heads of a layer concatenated.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from collabify.errors import OptionError, OutputError
+from collabify.results import (
+    AnalysisReport,
+    ConversionReport,
+    LayerSpectra,
+    Spectrum,
+    directions,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(curve: Sequence[float], width: int = 8) -> str:
+    """A curve of shares in [0, 1] as ``width`` characters, each the mean of its piece of the curve."""
+    edges = [round(n * len(curve) / width) for n in range(width + 1)]
+    pieces = [curve[a : max(b, a + 1)] for a, b in zip(edges, edges[1:], strict=False)]
+    means = [sum(piece) / len(piece) for piece in pieces]
+    return "".join(_BARS[min(int(mean * len(_BARS)), len(_BARS) - 1)] for mean in means)
+
+
+def mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
+    """The mean of curves of one length."""
+    return [sum(values) / len(values) for values in zip(*curves, strict=True)]
+
+
+def percent(share: float) -> str:
+    """A share as a percentage with no more digits than it needs."""
+    return f"{100 * share:.4g} %"
+
+
+def analysis_table(report: AnalysisReport) -> tuple[list[str], list[list[str]]]:
+    """Column heads and one row per layer: directions at each level, and curves."""
+    first = report.layers[0]
+    of_head, of_sum = len(first.heads[0].energy), len(first.concatenated.energy)
+    of_side = len(first.query_side.energy)
+    heads = [
+        "layer",
+        f"a head alone\n(of {of_head})",
+        f"W_Q W_Kᵀ\n(of {of_sum})",
+        f"together: query,\nkey side (of {of_side})",
+        "alone",
+        "together",
+    ]
+    return heads, [_analysis_row(layer, report.levels) for layer in report.layers]
+
+
+def _analysis_row(layer: LayerSpectra, levels: Sequence[float]) -> list[str]:
+    alone = " ".join(f"{layer.heads_alone(level):.0f}" for level in levels)
+    return [
+        str(layer.index),
+        alone,
+        _needed(layer.concatenated, levels),
+        f"{_needed(layer.query_side, levels)}, {_needed(layer.key_side, levels)}",
+        sparkline(mean_curve([head.energy for head in layer.heads])),
+        sparkline(mean_curve([layer.query_side.energy, layer.key_side.energy])),
+    ]
+
+
+def _needed(spectrum: Spectrum, levels: Sequence[float]) -> str:
+    return " ".join(str(directions(spectrum.energy, level)) for level in levels)
+
+
+def conversion_table(report: ConversionReport) -> tuple[list[str], list[list[str]]]:
+    """Column heads and one row per converted layer."""
+    heads = ["layer", "name", "rank", "relative error", "sweeps", "converged", "seconds"]
+    rows = []
+    for layer in report.layers:
+        rank = f"{layer.rank}" if layer.head_rank is None else f"{layer.rank} ({layer.head_rank})"
+        done = layer.relative_error is not None
+        rows.append(
+            [
+                str(layer.index),
+                layer.name,
+                rank,
+                f"{layer.relative_error:.4f}" if done else "-",
+                str(layer.sweeps) if done else "-",
+                ("yes" if layer.converged else "no") if done else "-",
+                f"{layer.seconds:.2f}" if done else "-",
+            ]
+        )
+    return heads, rows
+
+
+def parameter_table(report: ConversionReport) -> tuple[list[str], list[list[str]]]:
+    """Column heads and one row each for query-key, attention and the whole model."""
+    heads = ["parameters", "before", "after", "kept"]
+    named = (
+        ("query-key", report.query_key),
+        ("attention", report.attention),
+        ("model", report.model),
+    )
+    return heads, [[n, f"{c.before:,}", f"{c.after:,}", f"{c.kept:.1%}"] for n, c in named]
+
+
+def check_figure_path(path: Path) -> None:
+    """Refuse a figure's file that cannot be written, before anything is computed.
+
+    Raises
+    ------
+    OptionError
+        Where its ending names no format.
+    OutputError
+        Where its folder does not exist.
+    """
+    if path.suffix.lower() not in FIGURE_SUFFIXES:
+        raise OptionError(
+            f"plot={str(path)!r} must end in one of {', '.join(FIGURE_SUFFIXES)}. Rename --plot."
+        )
+    if not path.absolute().parent.is_dir():
+        raise OutputError(
+            f"{str(path.parent)!r} is not a folder, so {path.name!r} cannot be written. Make it first."
+        )
+
+
+def save_figure(report: AnalysisReport, path: Path) -> None:
+    """Write :func:`spectra_figure` to a file; errors as for :func:`check_figure_path`."""
+    check_figure_path(path)
+    try:
+        spectra_figure(report).savefig(path, dpi=200, bbox_inches="tight")
+    except OSError as error:
+        raise OutputError(
+            f"{str(path)!r} could not be written ({error}). Choose another --plot."
+        ) from error
+
+
+def spectra_figure(report: AnalysisReport) -> "Figure":
+    """The paper's Figure 1 for this model: thin lines for heads and layers, bold ones for their means."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    separate = [head.variance or head.energy for layer in report.layers for head in layer.heads]
+    together = [layer.concatenated.variance or layer.concatenated.energy for layer in report.layers]
+    _panel(left, separate, "heads separately", r"directions of $W_Q^{(h)} W_K^{(h)\top}$")
+    _panel(right, together, "heads concatenated", r"directions of $W_Q W_K^{\top}$")
+    left.set_ylabel("captured variance")
+    if report.source:
+        figure.suptitle(Path(report.source).name)
+    return figure
+
+
+def _panel(axes: "Axes", curves: Sequence[Sequence[float]], title: str, xlabel: str) -> None:
+    longest = max(len(curve) for curve in curves)
+    for curve in curves:
+        axes.plot(range(len(curve) + 1), (0.0, *curve), color="0.65", linewidth=0.5)
+    same = [curve for curve in curves if len(curve) == longest]
+    axes.plot(
+        range(longest + 1), (0.0, *mean_curve(same)), color="black", linewidth=2.0, label="mean"
+    )
+    axes.set(title=title, xlabel=xlabel, xlim=(0, longest), ylim=(0, 1.01))
+    axes.grid(color="0.9", linewidth=0.5)
+    axes.legend(loc="lower right", frameon=False)

@@ -1,0 +1,268 @@
+"""Frozen records of what was measured; JSON in, JSON out, no tensors.
+
+``kept`` is parameters after over parameters before, in (0, 1] for a compression.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+def directions(energy: Sequence[float], level: float) -> int:
+    """The smallest number of directions whose cumulative energy reaches ``level``.
+
+    Parameters
+    ----------
+    energy
+        Cumulative share of the energy, ascending, ending at 1.
+    level
+        Share of energy, in (0, 1].
+    """
+    return next((n for n, share in enumerate(energy, start=1) if share >= level), len(energy))
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One converted layer.
+
+    Parameters
+    ----------
+    index, name
+        Which one.
+    rank
+        Shared channels, D̃k.
+    head_rank
+        Cores that the heads mix, or ``None``.
+    relative_error
+        Frobenius norm of the difference over that of the layer's stack of forms; ``None`` in a dry run, as are the rest.
+    sweeps, converged, seconds
+        What the solver did; ``seconds`` of wall time.
+    """
+
+    index: int
+    name: str
+    rank: int
+    head_rank: int | None = None
+    relative_error: float | None = None
+    sweeps: int | None = None
+    converged: bool | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Numbers held before and after."""
+
+    before: int
+    after: int
+
+    @property
+    def kept(self) -> float:
+        """Parameters after over parameters before."""
+        return self.after / self.before
+
+    def to_dict(self) -> dict[str, Any]:
+        """With ``kept``."""
+        return {"before": self.before, "after": self.after, "kept": self.kept}
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What a conversion did, or with ``dry_run`` what it would do.
+
+    Parameters
+    ----------
+    method, solver
+        As asked for.
+    layers
+        The converted layers, in order.
+    query_key, attention, model
+        Parameters of the query-key parts, of queries, keys, values and outputs, and of the whole model. All layers
+        count, converted or not; shared ones once.
+    options
+        Everything else that was asked for.
+    source, revision
+        The model, and its commit where it came from the Hub.
+    versions
+        Of collabify and the packages that numbers depend on.
+    """
+
+    method: str
+    solver: str
+    layers: tuple[LayerReport, ...]
+    query_key: ParameterCount
+    attention: ParameterCount
+    model: ParameterCount
+    dry_run: bool
+    options: dict[str, Any] = field(default_factory=dict)
+    source: str | None = None
+    revision: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def mean_relative_error(self) -> float | None:
+        """Mean over layers, ``None`` in a dry run."""
+        errors = [layer.relative_error for layer in self.layers if layer.relative_error is not None]
+        return sum(errors) / len(errors) if errors else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ``collabify.json`` holds it."""
+        return {
+            "source": self.source,
+            "revision": self.revision,
+            "method": self.method,
+            "solver": self.solver,
+            "dry_run": self.dry_run,
+            "options": self.options,
+            "layers": [asdict(layer) for layer in self.layers],
+            "mean_relative_error": self.mean_relative_error,
+            "parameters": {
+                "query_key": self.query_key.to_dict(),
+                "attention": self.attention.to_dict(),
+                "model": self.model.to_dict(),
+            },
+            "versions": self.versions,
+        }
+
+    def to_json(self) -> str:
+        """:meth:`to_dict`, indented."""
+        return json.dumps(self.to_dict(), indent=2)
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """How one matrix, or stack of matrices, spreads over its principal directions.
+
+    Parameters
+    ----------
+    energy
+        Cumulative share of the squared singular values, strongest first: what a truncation keeps.
+    variance
+        The same with the columns centred, as PCA does and as the paper plots; ``None`` where no PCA is meant.
+    """
+
+    energy: tuple[float, ...]
+    variance: tuple[float, ...] | None = None
+
+    def to_dict(self, levels: Sequence[float]) -> dict[str, Any]:
+        """Curves, and directions at each level."""
+        record: dict[str, Any] = {
+            "out_of": len(self.energy),
+            "directions": {str(level): directions(self.energy, level) for level in levels},
+            "energy": [round(share, 6) for share in self.energy],
+        }
+        if self.variance is not None:
+            record["variance_directions"] = {
+                str(level): directions(self.variance, level) for level in levels
+            }
+            record["variance"] = [round(share, 6) for share in self.variance]
+        return record
+
+
+@dataclass(frozen=True)
+class LayerSpectra:
+    """The spectra of one layer.
+
+    Parameters
+    ----------
+    index, name
+        Which one.
+    heads
+        Of each head's own ``W_Q^h W_K^hT``, out of d.
+    concatenated
+        Of the product of the concatenations, ``W_Q W_K^T``, which is the sum over heads (the paper's Figure 1).
+    query_side, key_side
+        Of the unfoldings ``[P_1 | ... | P_H]``: what bounds a shared rank.
+    triplets
+        Of all heads' singular triplets pooled: what a head-SVD of a rank keeps, the floor of every method.
+    """
+
+    index: int
+    name: str
+    heads: tuple[Spectrum, ...]
+    concatenated: Spectrum
+    query_side: Spectrum
+    key_side: Spectrum
+    triplets: Spectrum
+
+    def heads_alone(self, level: float) -> float:
+        """Directions that a head needs for ``level``, mean over heads."""
+        return sum(directions(head.energy, level) for head in self.heads) / len(self.heads)
+
+    def together(self, level: float) -> int:
+        """Directions that all heads need for ``level`` on the side that needs more."""
+        return max(directions(side.energy, level) for side in (self.query_side, self.key_side))
+
+    def to_dict(self, levels: Sequence[float]) -> dict[str, Any]:
+        """All spectra as JSON."""
+        return {
+            "index": self.index,
+            "name": self.name,
+            "heads": [head.to_dict(levels) for head in self.heads],
+            "concatenated": self.concatenated.to_dict(levels),
+            "query_side": self.query_side.to_dict(levels),
+            "key_side": self.key_side.to_dict(levels),
+            "triplets": self.triplets.to_dict(levels),
+        }
+
+
+@dataclass(frozen=True)
+class AnalysisReport:
+    """How redundant a model's heads are.
+
+    Parameters
+    ----------
+    layers
+        Spectra of each layer asked for.
+    levels
+        Shares of energy at which directions are counted, in (0, 1].
+    full_rank
+        h * d, the largest ``dk``.
+    suggested_dk
+        The smallest multiple of 8 at which the pooled triplets of every layer's heads keep, on average over layers, the share
+        ``suggestion_energy`` of the energy.
+    suggestion_energy
+        Share of energy behind the suggestion.
+    source, revision
+        The model, and its commit where it came from the Hub.
+    """
+
+    layers: tuple[LayerSpectra, ...]
+    levels: tuple[float, ...]
+    full_rank: int
+    suggested_dk: int
+    suggestion_energy: float
+    source: str | None = None
+    revision: str | None = None
+
+    def reading(self, level: float | None = None) -> str:
+        """One line for a person, at the first level unless told."""
+        level = self.levels[0] if level is None else level
+        first = self.layers[0]
+        alone = sum(layer.heads_alone(level) for layer in self.layers) / len(self.layers)
+        together = sum(layer.together(level) for layer in self.layers) / len(self.layers)
+        of_head, of_layer = len(first.heads[0].energy), len(first.query_side.energy)
+        pays = together / of_layer < 0.9 * alone / of_head
+        verdict = "sharing pays" if pays else "the heads have little in common"
+        return (
+            f"For {level:.0%} of the energy, heads alone need {alone:.0f} of {of_head} directions each; "
+            f"together {together:.0f} of {of_layer}: {verdict}."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON."""
+        return {
+            "source": self.source,
+            "revision": self.revision,
+            "levels": list(self.levels),
+            "full_rank": self.full_rank,
+            "suggested_dk": self.suggested_dk,
+            "suggestion_energy": self.suggestion_energy,
+            "reading": self.reading(),
+            "layers": [layer.to_dict(self.levels) for layer in self.layers],
+        }
+
+    def to_json(self) -> str:
+        """:meth:`to_dict`, indented."""
+        return json.dumps(self.to_dict(), indent=2)
