@@ -1,7 +1,8 @@
 """collabify: attention heads that share what they have in common.
 
-``import collabify`` is all a program needs to load a converted model with ``AutoModel*.from_pretrained``,
-before or after ``import transformers``. Nothing heavy is imported until it is used.
+``import collabify`` is all a program needs to load a converted model with
+``AutoModel*.from_pretrained``, before or after ``import transformers``. Nothing heavy is imported
+until it is used.
 """
 
 from typing import TYPE_CHECKING, Any

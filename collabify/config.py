@@ -1,7 +1,7 @@
-"""What was done to each layer: one frozen, versioned record, kept as JSON in a model's ``config.json``.
+"""What was done to each layer: a frozen, versioned record, kept in a model's ``config.json``.
 
-The record holds just what loading needs, the form and the sizes of every converted layer. How the numbers were found is in
-``collabify.json`` (see :mod:`collabify.results`).
+The record holds just what loading needs, the form and the sizes of every converted layer. How the
+numbers were found is in ``collabify.json`` (see :mod:`collabify.results`).
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,8 @@ class LayerConfig:
     rank
         Shared channels of queries and keys, D̃k.
     head_rank
-        Cores that the heads mix, for ``tucker`` with a compressed head mode; ``None``: a core per head.
+        Cores that the heads mix, for ``tucker`` with a compressed head mode; ``None``: a core per
+        head.
     """
 
     index: int
@@ -45,7 +46,8 @@ class ConversionConfig:
     Raises
     ------
     CheckpointError
-        From :meth:`from_dict`, where the record was written by a later format or is not one of ours.
+        From :meth:`from_dict`, where the record was written by a later format or is not one of
+        ours.
     """
 
     layers: tuple[LayerConfig, ...]
@@ -61,19 +63,20 @@ class ConversionConfig:
         version = record.get("version")
         if version != FORMAT_VERSION:
             raise CheckpointError(
-                f"version={version!r} must be {FORMAT_VERSION} in the collabify record of config.json. "
+                f"version={version!r} must be {FORMAT_VERSION} in config.json's collabify record. "
                 "Install the collabify that wrote it."
             )
         try:
             layers = tuple(LayerConfig(**layer) for layer in record["layers"])
         except (KeyError, TypeError) as error:
             raise CheckpointError(
-                f"The collabify record of config.json is damaged ({error}). Convert the model again."
+                f"config.json's collabify record is damaged ({error}). Convert the model again."
             ) from error
         for layer in layers:
             if layer.form not in get_args(Form):
                 raise CheckpointError(
-                    f"form={layer.form!r} must be one of {', '.join(get_args(Form))} for layer {layer.index}. "
+                    f"form={layer.form!r} must be one of {', '.join(get_args(Form))} "
+                    f"for layer {layer.index}. "
                     "Install the collabify that wrote it."
                 )
         return cls(layers)

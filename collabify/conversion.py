@@ -7,7 +7,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
@@ -36,7 +36,9 @@ from collabify.spectrum import layer_spectra
 Method = Literal["cp", "tucker", "head-svd"]
 Solver = Literal["factored", "tensorly"]
 FORM_OF: dict[str, Form] = {"cp": "collaborative", "tucker": "tucker", "head-svd": "collaborative"}
-SUGGESTION_ENERGY = 0.9  # relative error of the head-SVD, the floor of every method: sqrt(1 - 0.9) = 0.32
+SUGGESTION_ENERGY = (
+    0.9  # relative error of the head-SVD, the floor of every method: sqrt(1 - 0.9) = 0.32
+)
 
 
 def convert(
@@ -54,7 +56,7 @@ def convert(
     dry_run: bool = False,
     progress: Callable[[LayerReport], None] | None = None,
 ) -> ConversionReport:
-    """Rewrite a model's attention layers so that their heads share query and key projections, in place.
+    """Rewrite a model's attention so that heads share query and key projections, in place.
 
     Everything is validated and decomposed before the first layer is touched.
 
@@ -63,21 +65,26 @@ def convert(
     model
         A transformers model of a supported architecture, with or without a head.
     dk
-        Shared channels of queries and keys, D̃k, between 1 and the number of heads times their width; exact at the latter.
+        Shared channels of queries and keys, D̃k, between 1 and the number of heads times their
+        width; exact at the latter.
     method
-        ``cp`` (collaborative attention), ``tucker`` (a core per head) or ``head-svd`` (heads kept apart).
+        ``cp`` (collaborative attention), ``tucker`` (a core per head) or ``head-svd`` (heads kept
+        apart).
     head_rank
-        For ``tucker``: cores that the heads mix, between 1 and the number of heads. By default every head has its own.
+        For ``tucker``: cores that the heads mix, between 1 and the number of heads. By default
+        every head has its own.
     solver
         ``factored``, or ``tensorly`` for ``parafac`` and ``tucker`` on the dense stack.
     iterations, tolerance
-        Stop after so many sweeps, or when one lowers the relative error by less than this share of it.
+        Stop after so many sweeps, or when one lowers the relative error by less than this share of
+        it.
     layers
         Positions of the layers to convert, from 0; by default all.
     seed
         For solvers that start at random (tensorly's ``parafac``).
     device
-        Where to decompose; by default where the weights are. In float64, except where the device has none (mps).
+        Where to decompose; by default where the weights are. In float64, except where the device
+        has none (mps).
     dry_run
         Only say what would be done: nothing is decomposed, the model is left alone.
     progress
@@ -108,7 +115,9 @@ def convert(
         report = LayerReport(site.index, site.name, layer.rank, layer.head_rank)
         if not dry_run:
             start = time.perf_counter()
-            forms = site.read(dtype=_solver_dtype(device or site.query.weight.device), device=device)
+            forms = site.read(
+                dtype=_solver_dtype(device or site.query.weight.device), device=device
+            )
             found = _decompose(forms, layer, method, solver, iterations, tolerance, seed)
             decompositions.append((site, found, forms.content))
             report = LayerReport(
@@ -129,8 +138,13 @@ def convert(
     for site, found, content in decompositions:
         site.install(found.factors, content)
     if not dry_run:
-        model.config.quantization_config = plan.to_dict()
-    options = {"dk": dk, "head_rank": head_rank, "iterations": iterations, "tolerance": tolerance}
+        cast(Any, model).config.quantization_config = plan.to_dict()
+    options: dict[str, Any] = {
+        "dk": dk,
+        "head_rank": head_rank,
+        "iterations": iterations,
+        "tolerance": tolerance,
+    }
     options |= {"layers": [site.index for site in sites], "seed": seed}
     return ConversionReport(method, solver, tuple(reports), *counts, dry_run, options)
 
@@ -196,9 +210,7 @@ def _decompose(
 
         if method == "cp":
             return fit_cp_tensorly(forms, layer.rank, seed=seed, **stop)
-        return fit_tucker_tensorly(
-            forms, layer.rank, head_rank=layer.head_rank, seed=seed, **stop
-        )
+        return fit_tucker_tensorly(forms, layer.rank, head_rank=layer.head_rank, seed=seed, **stop)
     if method == "cp":
         return fit_cp(forms, layer.rank, **stop)
     if method == "tucker":
@@ -272,7 +284,8 @@ def _check_options(
         raise OptionError(f"iterations={iterations} must be at least 1. Raise --iterations.")
     if not 0 <= tolerance < 1:
         raise OptionError(
-            f"tolerance={tolerance} must be at least 0 and below 1: it is a share of the error. Change --tol."
+            f"tolerance={tolerance} must be at least 0 and below 1: it is a share of the error. "
+            "Change --tol."
         )
 
 
@@ -282,7 +295,8 @@ def _check_finite(model: nn.Module) -> None:
         bad = int((~torch.isfinite(parameter)).sum())
         if bad:
             raise NonFiniteError(
-                f"{bad} of the {parameter.numel()} numbers of {name!r} are NaN or infinite; all must be finite. "
+                f"{bad} of the {parameter.numel()} numbers of {name!r} are NaN or infinite; "
+                "all must be finite. "
                 "Take a checkpoint from before training diverged."
             )
 
@@ -307,7 +321,7 @@ def _count(
 
 
 def _solver_dtype(device: torch.device | str) -> torch.dtype:
-    """float64 where there is one: errors are differences of Gram matrices (see :mod:`collabify.decompose.cp`)."""
+    """float64 where there is one, for the reason given in :mod:`collabify.decompose.cp`."""
     return torch.float32 if torch.device(device).type == "mps" else torch.float64
 
 

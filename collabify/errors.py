@@ -1,7 +1,8 @@
 """Every error that collabify raises on purpose.
 
-A message is one line and names the value, the bound, the place and the way out, in that order. Each error is a
-``CollabifyError`` and also the builtin that it specialises, so that both ``except`` clauses read naturally.
+A message is one line and names the value, the bound, the place and the way out, in that order. Each
+error is a ``CollabifyError`` and also the builtin that it specialises, so that both ``except``
+clauses read naturally.
 """
 
 
@@ -47,3 +48,8 @@ class OutputError(CollabifyError, OSError):
 
 class CollabifyWarning(UserWarning):
     """Something that works, but that a user should know."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error, for a message of one line."""
+    return str(error).strip().split("\n", 1)[0].strip().rstrip(".")

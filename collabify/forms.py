@@ -2,8 +2,8 @@
 
     forms[h] = w_q[h]^T w_k[h]                                  hdi,hdj -> hij
 
-Each form has rank ``d`` at most, so the stack is never built: norms and products come from ``d x d`` and ``r x r``
-matrices.
+Each form has rank ``d`` at most, so the stack is never built: norms and products come from ``d x
+d`` and ``r x r`` matrices.
 
 Axes: h head, d channel within a head, i query-side input, j key-side input.
 Reference: Shazeer et al. 2020 (general bilinear attention), Cordonnier et al. 2020, section 3.
@@ -24,8 +24,9 @@ class HeadForms:
 
         logit[h] = (w_q[h] x + b_q[h]) . (w_k[h] y + b_k[h]) * scale.
 
-    Softmax over the sources cancels everything that does not depend on ``y``, so ``b_k`` drops out exactly and ``b_q``
-    becomes a term of the keys alone, the content bias ``content[h] = w_k[h]^T b_q[h]``.
+    Softmax over the sources cancels everything that does not depend on ``y``, so ``b_k`` drops out
+    exactly and ``b_q`` becomes a term of the keys alone, the content bias ``content[h] = w_k[h]^T
+    b_q[h]``.
 
     Parameters
     ----------
@@ -34,8 +35,8 @@ class HeadForms:
     content
         Content bias, ``[h, j]``; zero where the model has no query bias.
     scale
-        What the trained model multiplies its logits by (``1/sqrt(d)`` in all supported models). It belongs to the model
-        and never follows a rank.
+        What the trained model multiplies its logits by (``1/sqrt(d)`` in all supported models). It
+        belongs to the model and never follows a rank.
     """
 
     w_q: Float[Tensor, "h d i"]
@@ -53,9 +54,11 @@ class HeadForms:
         num_heads: int,
         scale: float,
     ) -> "HeadForms":
-        """Read a layer's query and key projections, as ``torch.nn.Linear`` stores them (output first)."""
+        """Read a layer's projections, as ``torch.nn.Linear`` stores them (output first)."""
         w_q, w_k = (w.unflatten(0, (num_heads, -1)) for w in (query, key))
-        b_q = torch.zeros_like(w_q[..., 0]) if query_bias is None else query_bias.view(num_heads, -1)
+        b_q = (
+            torch.zeros_like(w_q[..., 0]) if query_bias is None else query_bias.view(num_heads, -1)
+        )
         return cls(w_q, w_k, torch.einsum("hd,hdj->hj", b_q, w_k), scale)
 
     @property
@@ -86,7 +89,9 @@ class HeadForms:
     def query_gram(self) -> Float[Tensor, "i i"]:
         """``sum_h P_h P_h^T``: the Gram matrix of the query-side unfolding [P_1 | ... | P_H]."""
         gram_k = torch.einsum("hdj,hej->hde", self.w_k, self.w_k)
-        return torch.einsum("hdi,hde->hei", self.w_q, gram_k).flatten(0, 1).T @ self.w_q.flatten(0, 1)
+        return torch.einsum("hdi,hde->hei", self.w_q, gram_k).flatten(0, 1).T @ self.w_q.flatten(
+            0, 1
+        )
 
     def key_gram(self) -> Float[Tensor, "j j"]:
         """``sum_h P_h^T P_h``: the Gram matrix of the key-side unfolding."""

@@ -1,10 +1,11 @@
 """Reports as tables of strings and as figures; nothing is printed here.
 
-The figure has the paper's two panels (Cordonnier et al. 2020, Figure 1): captured variance of ``W_Q^h W_K^hT`` for heads
-separately, and of ``W_Q W_K^T`` for the heads of a layer concatenated.
+The figure has the paper's two panels (Cordonnier et al. 2020, Figure 1): captured variance of
+``W_Q^h W_K^hT`` for heads separately, and of ``W_Q W_K^T`` for the heads of a layer concatenated.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,9 +27,9 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(curve: Sequence[float], width: int = 8) -> str:
-    """A curve of shares in [0, 1] as ``width`` characters, each the mean of its piece of the curve."""
+    """A curve of shares in [0, 1] as ``width`` characters, each the mean of its piece."""
     edges = [round(n * len(curve) / width) for n in range(width + 1)]
-    pieces = [curve[a : max(b, a + 1)] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [curve[a : max(b, a + 1)] for a, b in pairwise(edges)]
     means = [sum(piece) / len(piece) for piece in pieces]
     return "".join(_BARS[min(int(mean * len(_BARS)), len(_BARS) - 1)] for mean in means)
 
@@ -123,7 +124,8 @@ def check_figure_path(path: Path) -> None:
         )
     if not path.absolute().parent.is_dir():
         raise OutputError(
-            f"{str(path.parent)!r} is not a folder, so {path.name!r} cannot be written. Make it first."
+            f"{str(path.parent)!r} is not a folder, so {path.name!r} cannot be written. "
+            "Make it first."
         )
 
 
@@ -139,7 +141,7 @@ def save_figure(report: AnalysisReport, path: Path) -> None:
 
 
 def spectra_figure(report: AnalysisReport) -> "Figure":
-    """The paper's Figure 1 for this model: thin lines for heads and layers, bold ones for their means."""
+    """The paper's Figure 1 for this model: thin lines for heads and layers, bold means."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.4), layout="constrained")

@@ -35,7 +35,8 @@ class LayerReport:
     head_rank
         Cores that the heads mix, or ``None``.
     relative_error
-        Frobenius norm of the difference over that of the layer's stack of forms; ``None`` in a dry run, as are the rest.
+        Frobenius norm of the difference over that of the layer's stack of forms; ``None`` in a dry
+        run, as are the rest.
     sweeps, converged, seconds
         What the solver did; ``seconds`` of wall time.
     """
@@ -78,8 +79,8 @@ class ConversionReport:
     layers
         The converted layers, in order.
     query_key, attention, model
-        Parameters of the query-key parts, of queries, keys, values and outputs, and of the whole model. All layers
-        count, converted or not; shared ones once.
+        Parameters of the query-key parts, of queries, keys, values and outputs, and of the whole
+        model. All layers count, converted or not; shared ones once.
     options
         Everything else that was asked for.
     source, revision
@@ -139,7 +140,8 @@ class Spectrum:
     energy
         Cumulative share of the squared singular values, strongest first: what a truncation keeps.
     variance
-        The same with the columns centred, as PCA does and as the paper plots; ``None`` where no PCA is meant.
+        The same with the columns centred, as PCA does and as the paper plots; ``None`` where no PCA
+        is meant.
     """
 
     energy: tuple[float, ...]
@@ -171,11 +173,13 @@ class LayerSpectra:
     heads
         Of each head's own ``W_Q^h W_K^hT``, out of d.
     concatenated
-        Of the product of the concatenations, ``W_Q W_K^T``, which is the sum over heads (the paper's Figure 1).
+        Of the product of the concatenations, ``W_Q W_K^T``, which is the sum over heads (the
+        paper's Figure 1).
     query_side, key_side
         Of the unfoldings ``[P_1 | ... | P_H]``: what bounds a shared rank.
     triplets
-        Of all heads' singular triplets pooled: what a head-SVD of a rank keeps, the floor of every method.
+        Of all heads' singular triplets pooled: what a head-SVD of a rank keeps, the floor of every
+        method.
     """
 
     index: int
@@ -220,8 +224,8 @@ class AnalysisReport:
     full_rank
         h * d, the largest ``dk``.
     suggested_dk
-        The smallest multiple of 8 at which the pooled triplets of every layer's heads keep, on average over layers, the share
-        ``suggestion_energy`` of the energy.
+        The smallest multiple of 8 at which the pooled triplets of every layer's heads keep, on
+        average over layers, the share ``suggestion_energy`` of the energy.
     suggestion_energy
         Share of energy behind the suggestion.
     source, revision
@@ -246,7 +250,8 @@ class AnalysisReport:
         pays = together / of_layer < 0.9 * alone / of_head
         verdict = "sharing pays" if pays else "the heads have little in common"
         return (
-            f"For {level:.0%} of the energy, heads alone need {alone:.0f} of {of_head} directions each; "
+            f"For {level:.0%} of the energy, "
+            f"heads alone need {alone:.0f} of {of_head} directions each; "
             f"together {together:.0f} of {of_layer}: {verdict}."
         )
 

@@ -1,12 +1,11 @@
 """Principal directions of a layer's heads: each head, their sum, and their unfoldings.
 
-    P_h = w_q[h]^T w_k[h]                          hdi,hdj -> hij
-    heads          sigma(P_h), out of d
-    concatenated   sigma(sum_h P_h) = sigma(W_Q W_K^T), out of min(i, j, h d)
-    query side     eigenvalues of sum_h P_h P_h^T, the Gram matrix of [P_1 | ... | P_H]; key side likewise
+    P_h = w_q[h]^T w_k[h]                          hdi,hdj -> hij heads          sigma(P_h), out of
+    d concatenated   sigma(sum_h P_h) = sigma(W_Q W_K^T), out of min(i, j, h d) query side
+    eigenvalues of sum_h P_h P_h^T, the Gram matrix of [P_1 | ... | P_H]; key side likewise
 
-Energy is the share of the squared singular values. Variance is the same after centring the columns of ``P`` over its rows,
-which is PCA; in the factored form that is ``w_q`` centred over ``i``.
+Energy is the share of the squared singular values. Variance is the same after centring the columns
+of ``P`` over its rows, which is PCA; in the factored form that is ``w_q`` centred over ``i``.
 
 Axes: h head, d channel within a head, i query-side input, j key-side input.
 Reference: Cordonnier et al. 2020, Figure 1 (captured variance, heads separately and concatenated).
@@ -54,7 +53,7 @@ def layer_spectra(forms: HeadForms, *, index: int = 0, name: str = "") -> LayerS
 def product_squares(
     w_q: Float[Tensor, "*h d i"], w_k: Float[Tensor, "*h d j"]
 ) -> Float[Tensor, "*h n"]:
-    """Squared singular values of ``w_q^T w_k``, descending, without building it: n = min(d, i, j)."""
+    """Squared singular values of ``w_q^T w_k``, descending: n = min(d, i, j)."""
     upper_q = torch.linalg.qr(w_q.mT, mode="r").R
     upper_k = torch.linalg.qr(w_k.mT, mode="r").R
     values: Tensor = torch.linalg.svdvals(upper_q @ upper_k.mT)

@@ -1,20 +1,22 @@
-"""What every shared attention has in common: values, mask, dropout and the dispatch to transformers' kernels.
+"""What every shared attention has in common: values, mask, dropout, transformers' kernels.
 
     probs  = softmax(logits * scale + mask)                     bhts
     output = probs v                                            bhts,bhse -> bhte
 
-A converted layer stays the object it was: its query and key projections get new shapes under their old names, it gains the
-method's own parameters, and its class becomes a subclass of the class that it had. So everything else of it (values,
-output, configuration, hooks) is untouched, transformers still recognises it when attention weights are asked for, and a program
-that does not know collabify stops at the shape of ``key.weight``.
+A converted layer stays the object it was: its query and key projections get new shapes under their
+old names, it gains the method's own parameters, and its class becomes a subclass of the class that
+it had. So everything else of it (values, output, configuration, hooks) is untouched, transformers
+still recognises it when attention weights are asked for, and a program that does not know collabify
+stops at the shape of ``key.weight``.
 
-The shared key carries the content bias as ``h`` more rows, one channel for each head, that head ``h`` reads with a
-query of one. It has them also where the bias is zero, so that its shape always differs from the original's.
+The shared key carries the content bias as ``h`` more rows, one channel for each head, that head
+``h`` reads with a query of one. It has them also where the bias is zero, so that its shape always
+differs from the original's.
 
-Axes: b batch, t target, s source, h head, w channel a head scores in (shared channels and content channels), e value channel.
+Axes: b batch, t target, s source, h head, w channel a head scores in (shared channels and content
+channels), e value channel.
 """
 
-import functools
 import sys
 from abc import abstractmethod
 from collections.abc import Callable
@@ -31,7 +33,7 @@ from collabify.decompose.factors import Factors
 
 @dataclass(frozen=True)
 class Layout:
-    """How one architecture names the parts of its attention module, and how it ends its forward pass.
+    """How one architecture names the parts of its attention module, and how it ends.
 
     Parameters
     ----------
@@ -40,7 +42,8 @@ class Layout:
     dropout
         Name of the attention dropout: a share in [0, 1], or a ``torch.nn.Dropout``.
     finish
-        ``(module, hidden_states, context) -> output``: what the module does after the heads are concatenated.
+        ``(module, hidden_states, context) -> output``: what the module does after the heads are
+        concatenated.
     """
 
     query: str
@@ -51,7 +54,10 @@ class Layout:
 
 
 class SharedAttention(nn.Module):
-    """Attention whose heads share their query and key projections; never built directly, see :func:`rewrite`."""
+    """Attention whose heads share their query and key projections.
+
+    Never built directly: :func:`rewrite` makes one of an existing module.
+    """
 
     layout: Layout
     original: type[nn.Module]
@@ -79,9 +85,11 @@ class SharedAttention(nn.Module):
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in the query-key part: shared projections, content bias and the method's own parameters."""
+        """Numbers in the query-key part: projections, content bias, the method's own."""
         own = sum(p.numel() for p in self.parameters(recurse=False))
-        shared = (getattr(self, name).weight.numel() for name in (self.layout.query, self.layout.key))
+        shared = (
+            getattr(self, name).weight.numel() for name in (self.layout.query, self.layout.key)
+        )
         return own + sum(shared)
 
     def forward(
@@ -182,11 +190,16 @@ def _linear(weight: Float[Tensor, "r i"]) -> nn.Linear:
     return linear
 
 
-@functools.cache
+_CLASSES: dict[tuple[type, type], type[SharedAttention]] = {}
+
+
 def _combined(form: type[SharedAttention], original: type[nn.Module]) -> type[SharedAttention]:
-    """The class of a converted ``original``."""
-    name = form.__name__.removesuffix("Attention") + original.__name__
-    return type(name, (form, original), {"original": original, "__module__": form.__module__})
+    """The class of a converted ``original``, made once."""
+    if (form, original) not in _CLASSES:
+        name = form.__name__.removesuffix("Attention") + original.__name__
+        namespace = {"original": original, "__module__": form.__module__}
+        _CLASSES[form, original] = type(name, (form, original), namespace)
+    return _CLASSES[form, original]
 
 
 def _blank(form: type[SharedAttention], original: type[nn.Module]) -> SharedAttention:

@@ -1,9 +1,9 @@
-"""Collaborative attention: all heads score in the same shared channels, each with weights of its own.
+"""Collaborative attention: all heads score in the same channels, each with its own weights.
 
     logits[h] = sum_r mixing[h, r] q[r] k[r] + content[h]       btr,hr,bsr -> bhts
 
-Axes: b batch, t target, s source, h head, r shared channel.
-Reference: Cordonnier et al. 2020, Multi-Head Attention: Collaborate Instead of Concatenate, equation 6.
+Axes: b batch, t target, s source, h head, r shared channel. Reference: Cordonnier et al. 2020,
+Multi-Head Attention: Collaborate Instead of Concatenate, equation 6.
 """
 
 import torch
@@ -15,7 +15,7 @@ from collabify.decompose.factors import CPFactors, Factors
 
 
 class CollaborativeAttention(SharedAttention):
-    """Shared query and key projections and a mixing matrix ``[h, r]``; also runs a head-SVD, whose mixing is one-hot."""
+    """Shared query and key projections and a mixing matrix ``[h, r]``, one-hot for a head-SVD."""
 
     mixing: nn.Parameter
 

@@ -1,4 +1,4 @@
-"""Tucker attention: shared query and key subspaces, one core per head or a few cores that the heads mix.
+"""Tucker attention: shared query and key subspaces, one core per head or a few that heads mix.
 
     logits[h] = q core[h] k^T + content[h]                      btr,hrc,bsc -> bhts
     core[h]   = sum_a mixing[h, a] core[a]                      ha,arc -> hrc
@@ -16,7 +16,10 @@ from collabify.decompose.factors import Factors, TuckerFactors
 
 
 class TuckerAttention(SharedAttention):
-    """Shared query and key projections, ``core`` ``[h, r, c]`` or ``[a, r, c]`` and, with the latter, ``mixing`` ``[h, a]``."""
+    """Shared query and key projections and cores.
+
+    ``core`` is ``[h, r, c]``, or ``[a, r, c]`` with ``mixing`` ``[h, a]``.
+    """
 
     core: nn.Parameter
     mixing: nn.Parameter | None
@@ -39,7 +42,7 @@ class TuckerAttention(SharedAttention):
         self, q: Float[Tensor, "b t r"], k: Float[Tensor, "b s c+h"]
     ) -> tuple[Float[Tensor, "b h t c+h"], Float[Tensor, "b h s c+h"]]:
         """``(q core[h], onehot[h])`` against the shared key."""
-        core = self.core
+        core: Tensor = self.core
         if self.mixing is not None:
             core = torch.einsum("ha,arc->hrc", self.mixing, core)
         heads = core.shape[0]

@@ -38,8 +38,9 @@ def analyze(
 ) -> None:
     """Show how much the attention heads of MODEL repeat one another.
 
-    Counts the principal directions of the query-key products: of each head alone, of their sum W_Q W_Kᵀ, and of all
-    heads together, which is what bounds a shared rank. Suggests a --dk for `collabify convert`.
+    Counts the principal directions of the query-key products: of each head alone, of their sum W_Q
+    W_Kᵀ, and of all heads together, which is what bounds a shared rank. Suggests a --dk for
+    `collabify convert`.
     """
     from collabify.conversion import analyze as run
     from collabify.report import check_figure_path, save_figure
@@ -71,11 +72,13 @@ def _print(report: "AnalysisReport", plot: Path | None) -> None:
     if report.suggested_dk < report.full_rank:
         typer.echo(
             f"Suggested: --dk {report.suggested_dk} of {report.full_rank} "
-            f"(keeps {percent(report.suggestion_energy)} of the energy with heads kept apart; shared channels keep more)."
+            f"({percent(report.suggestion_energy)} of the energy with heads kept apart; "
+            "shared channels keep more)."
         )
     else:
         typer.echo(
-            f"No --dk below {report.full_rank} keeps {percent(report.suggestion_energy)} of the energy."
+            f"No --dk below {report.full_rank} keeps "
+            f"{percent(report.suggestion_energy)} of the energy."
         )
     if plot is not None:
         typer.echo(f"Figure: {plot}")

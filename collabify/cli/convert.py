@@ -65,7 +65,7 @@ def convert(
     method: Annotated[
         MethodName,
         typer.Option(
-            help="cp: collaborative attention; tucker: shared subspaces, a core per head; head-svd: heads kept apart."
+            help="cp: collaborative attention; tucker: a core per head; head-svd: heads kept apart."
         ),
     ] = MethodName.CP,
     head_rank: Annotated[
@@ -81,7 +81,9 @@ def convert(
     iterations: Annotated[int, typer.Option(metavar="N", help="Sweeps at most.")] = 100,
     tol: Annotated[
         float,
-        typer.Option(metavar="X", help="Stop when a sweep lowers the error by less than this share."),
+        typer.Option(
+            metavar="X", help="Stop when a sweep lowers the error by less than this share."
+        ),
     ] = 1e-5,
     layer: Layers = None,
     dtype: Annotated[
@@ -101,10 +103,11 @@ def convert(
 ) -> None:
     """Rewrite the attention layers of MODEL so that their heads share query and key projections.
 
-    The result in DIR is an ordinary transformers model: `import collabify`, then AutoModel*.from_pretrained(DIR).
+    The result in DIR is an ordinary transformers model: `import collabify`, then
+    AutoModel*.from_pretrained(DIR).
     """
-    from collabify.checkpoint import check_not_source, output_folder, save, versions
     from collabify.conversion import convert as run
+    from collabify.storage import check_not_source, output_folder, save, versions
 
     if out is None and not dry_run:
         raise OptionError("--out is missing: say where to write the model, or pass --dry-run.")

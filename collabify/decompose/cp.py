@@ -2,16 +2,18 @@
 
     minimise sum_h |w_q[h]^T w_k[h] - query^T diag(mixing[h]) key|^2
 
-Each factor in turn solves its normal equations. Their right-hand sides need only ``w_q query^T`` and ``w_k key^T``:
+Each factor in turn solves its normal equations. Their right-hand sides need only ``w_q query^T``
+and ``w_k key^T``:
 
     query  (key key^T * mixing^T mixing) query = sum_h (mixing[h] * w_k[h] key^T)^T w_q[h]
     mixing (query query^T * key key^T) mixing[h]^T = sum_d (w_q[h] query^T * w_k[h] key^T)[d]
 
-A step that is proximal by a rounding error's worth, ``+ lambda |new - old|^2``, keeps singular systems (dead or repeated
-channels) solvable and every sweep monotone. The start is the head-SVD, so that the result is never worse.
+A step that is proximal by a rounding error's worth, ``+ lambda |new - old|^2``, keeps singular
+systems (dead or repeated channels) solvable and every sweep monotone. The start is the head-SVD, so
+that the result is never worse.
 
-The fit runs in the dtype of the forms. Conversion gives it float64: the error is a difference of Gram matrices, which
-float32 cannot see below 3e-4.
+The fit runs in the dtype of the forms. Conversion gives it float64: the error is a difference of
+Gram matrices, which float32 cannot see below 3e-4.
 
 Axes: h head, d channel within a head, i query-side input, j key-side input, r shared rank.
 References: Kolda & Bader 2009, section 3.4; Cordonnier et al. 2020, section 4.
@@ -59,7 +61,7 @@ def fit_cp(
 def _sweep(
     forms: HeadForms, truth: Float[Tensor, ""], factors: CPFactors
 ) -> tuple[CPFactors, float]:
-    """One least-squares step for each of query, key and mixing, and the relative error after them."""
+    """One least-squares step for query, key and mixing each, and the error after them."""
     query, key, mixing = factors.query, factors.key, factors.mixing
     w_q, w_k = forms.w_q.flatten(0, 1), forms.w_k.flatten(0, 1)
     per_channel = mixing.repeat_interleave(forms.head_dim, dim=0)  # (h d) r
@@ -70,26 +72,24 @@ def _sweep(
     key = _solve((query @ query.T) * mixing_gram, (q * per_channel).T @ w_k, key)
     k = w_k @ key.T
     gram = (query @ query.T) * (key @ key.T)
-    matched = (q * k).unflatten(0, (forms.num_heads, -1)).sum(1)  # h r
+    matched = (q * k).view(forms.num_heads, forms.head_dim, -1).sum(1)  # h r
     mixing = _solve(gram, matched.T, mixing.T).T
 
-    error = relative_error(
-        truth, (matched * mixing).sum(), (gram * (mixing.T @ mixing)).sum()
-    )
+    error = relative_error(truth, (matched * mixing).sum(), (gram * (mixing.T @ mixing)).sum())
     return balance(CPFactors(query, key, mixing)), error
 
 
 def _solve(
     gram: Float[Tensor, "r r"], target: Float[Tensor, "r n"], old: Float[Tensor, "r n"]
 ) -> Float[Tensor, "r n"]:
-    """The least-squares factor nearest to ``old``: ``(gram + lambda) new = target + lambda old``."""
+    """The factor nearest to ``old``: ``(gram + lambda) new = target + lambda old``."""
     floor = gram.shape[0] * torch.finfo(gram.dtype).eps * gram.diagonal().max()
     gram = gram + floor * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     return torch.cholesky_solve(target + floor * old, torch.linalg.cholesky(gram))
 
 
 def balance(factors: CPFactors) -> CPFactors:
-    """The same stack with query and key channels of equal length and mixing columns of length one."""
+    """The same stack, query and key channels equally long and mixing columns of length one."""
     tiny = torch.finfo(factors.query.dtype).tiny
     query, key = factors.query.norm(dim=1), factors.key.norm(dim=1)
     mixing = factors.mixing.norm(dim=0)

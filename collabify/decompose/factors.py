@@ -6,8 +6,8 @@
 
 Norms, inner products and errors come from Gram matrices; no stack is built.
 
-Axes: h head, d channel within a head, i query-side input, j key-side input, r and c shared rank, a rank of the head mode.
-References: Kolda & Bader 2009; Cordonnier et al. 2020, section 4.
+Axes: h head, d channel within a head, i query-side input, j key-side input, r and c shared rank, a
+rank of the head mode. References: Kolda & Bader 2009; Cordonnier et al. 2020, section 4.
 """
 
 from abc import ABC, abstractmethod
@@ -41,7 +41,9 @@ class Factors(ABC):
         """Inner product of the stack with ``forms``."""
 
     @abstractmethod
-    def logits(self, x: Float[Tensor, "b t i"], y: Float[Tensor, "b s j"]) -> Float[Tensor, "b h t s"]:
+    def logits(
+        self, x: Float[Tensor, "b t i"], y: Float[Tensor, "b s j"]
+    ) -> Float[Tensor, "b h t s"]:
         """Scores of targets ``x`` against sources ``y``, without scale and content bias."""
 
     @property
@@ -54,13 +56,11 @@ class Factors(ABC):
         return type(self)(**{name: tensor.to(target) for name, tensor in self._tensors().items()})
 
     def relative_error(self, forms: HeadForms) -> float:
-        """Frobenius norm of the difference over that of ``forms``; its floor is the square root of the rounding error.
+        """Frobenius norm of the difference over that of ``forms``.
 
-        Zero where both are zero.
+        Its floor is the square root of the rounding error. Zero where both are zero.
         """
-        return relative_error(
-            forms.squared_norms().sum(), self.inner(forms), self.squared_norm()
-        )
+        return relative_error(forms.squared_norms().sum(), self.inner(forms), self.squared_norm())
 
     def _tensors(self) -> dict[str, Tensor]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ class Factors(ABC):
 
 @dataclass(frozen=True, eq=False)
 class CPFactors(Factors):
-    """A diagonal core per head: collaborative attention. With a one-hot ``mixing`` it is a head-SVD.
+    """A diagonal core per head: collaborative attention, or a head-SVD if ``mixing`` is one-hot.
 
     Parameters
     ----------
@@ -98,7 +98,9 @@ class CPFactors(Factors):
         k = torch.einsum("hdj,rj->hdr", forms.w_k, self.key)
         return torch.einsum("hdr,hdr,hr->", q, k, self.mixing)
 
-    def logits(self, x: Float[Tensor, "b t i"], y: Float[Tensor, "b s j"]) -> Float[Tensor, "b h t s"]:
+    def logits(
+        self, x: Float[Tensor, "b t i"], y: Float[Tensor, "b s j"]
+    ) -> Float[Tensor, "b h t s"]:
         """``btr,hr,bsr -> bhts``."""
         return torch.einsum("btr,hr,bsr->bhts", x @ self.query.T, self.mixing, y @ self.key.T)
 
@@ -142,9 +144,13 @@ class TuckerFactors(Factors):
         """``sum_h <core[h], query forms[h] key^T>``."""
         return torch.sum(project(forms, self.query, self.key) * self.head_cores())
 
-    def logits(self, x: Float[Tensor, "b t i"], y: Float[Tensor, "b s j"]) -> Float[Tensor, "b h t s"]:
+    def logits(
+        self, x: Float[Tensor, "b t i"], y: Float[Tensor, "b s j"]
+    ) -> Float[Tensor, "b h t s"]:
         """``btr,hrc,bsc -> bhts``."""
-        return torch.einsum("btr,hrc,bsc->bhts", x @ self.query.T, self.head_cores(), y @ self.key.T)
+        return torch.einsum(
+            "btr,hrc,bsc->bhts", x @ self.query.T, self.head_cores(), y @ self.key.T
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +164,8 @@ class Decomposition:
     errors
         Relative error at the start and after every sweep.
     converged
-        Whether the last sweep improved by less than the tolerance, or there was nothing left to improve.
+        Whether the last sweep improved by less than the tolerance, or there was nothing left to
+        improve.
     """
 
     factors: Factors
@@ -211,5 +218,8 @@ def empty_factors(layer: LayerConfig, *, num_heads: int, query_size: int, key_si
             return CPFactors(query, key, torch.empty(heads, rank))
         if layer.head_rank is None:
             return TuckerFactors(query, key, torch.empty(heads, rank, rank))
-        cores, mixing = torch.empty(layer.head_rank, rank, rank), torch.empty(heads, layer.head_rank)
+        cores, mixing = (
+            torch.empty(layer.head_rank, rank, rank),
+            torch.empty(heads, layer.head_rank),
+        )
         return TuckerFactors(query, key, cores, mixing)

@@ -2,8 +2,9 @@
 
     forms[h] = sum_d s[h, d] u[h, d] v[h, d]^T                  hd,hdi,hdj -> hij
 
-The top ``R`` of all ``h * d`` triplets make a CP with a one-hot mixing matrix: ordinary attention with a width of its
-own for each head. It is exact at ``R = h * d``, and the start of :mod:`collabify.decompose.cp`.
+The top ``R`` of all ``h * d`` triplets make a CP with a one-hot mixing matrix: ordinary attention
+with a width of its own for each head. It is exact at ``R = h * d``, and the start of
+:mod:`collabify.decompose.cp`.
 
 Axes: h head, d triplet of a head, i query-side input, j key-side input, r shared rank.
 """
@@ -19,7 +20,7 @@ from collabify.forms import HeadForms
 def head_triplets(
     forms: HeadForms,
 ) -> tuple[Float[Tensor, "h d"], Float[Tensor, "h d i"], Float[Tensor, "h d j"]]:
-    """Singular values and left and right singular vectors of every head, from two QRs and a ``d x d`` SVD.
+    """Singular triplets of every head, from two QRs and a ``d x d`` SVD.
 
     Returns
     -------
@@ -43,7 +44,9 @@ def fit_head_svd(forms: HeadForms, rank: int) -> Decomposition:
         Triplets kept, between 1 and ``forms.full_rank``.
     """
     values, left, right = head_triplets(forms)
-    strongest = values.flatten().topk(rank).indices.sort().values  # sorted: a head's channels stay together
+    strongest = (
+        values.flatten().topk(rank).indices.sort().values
+    )  # sorted: a head's channels stay together
     root = values.flatten()[strongest].sqrt()[:, None]
     mixing = torch.zeros(forms.num_heads, rank, dtype=values.dtype, device=values.device)
     mixing[strongest // values.shape[1], torch.arange(rank, device=values.device)] = 1

@@ -22,7 +22,7 @@ from collabify.forms import HeadForms
 def fit_cp_tensorly(
     forms: HeadForms, rank: int, *, iterations: int = 100, tolerance: float = 1e-5, seed: int = 0
 ) -> Decomposition:
-    """``tensorly.decomposition.parafac`` from a random start; parameters as :func:`collabify.decompose.cp.fit_cp`."""
+    """Run ``parafac`` from a random start; parameters as :func:`collabify.decompose.cp.fit_cp`."""
     with tensorly.backend_context("pytorch"):
         (weights, (mixing, query, key)), errors = parafac(
             forms.dense(),
@@ -46,7 +46,7 @@ def fit_tucker_tensorly(
     tolerance: float = 1e-5,
     seed: int = 0,
 ) -> Decomposition:
-    """``tensorly.decomposition.tucker`` (HOOI from HOSVD); parameters as :func:`collabify.decompose.tucker.fit_tucker`."""
+    """Run ``tucker`` (HOOI); parameters as :func:`collabify.decompose.tucker.fit_tucker`."""
     heads = forms.num_heads if head_rank is None else head_rank
     with tensorly.backend_context("pytorch"):
         (core, (mixing, query, key)), errors = tucker(
@@ -67,7 +67,7 @@ def fit_tucker_tensorly(
 
 
 def as_tensorly(factors: Factors) -> CPTensor | TuckerTensor:
-    """The factors in tensorly's containers, modes ordered as the stack's axes: head, query side, key side."""
+    """The factors in a container of tensorly's, modes ordered head, query side, key side."""
     if isinstance(factors, CPFactors):
         return CPTensor((None, [factors.mixing, factors.query.T, factors.key.T]))
     if not isinstance(factors, TuckerFactors):
@@ -81,7 +81,7 @@ def as_tensorly(factors: Factors) -> CPTensor | TuckerTensor:
 def _outcome(
     forms: HeadForms, factors: Factors, errors: list[torch.Tensor], iterations: int
 ) -> Decomposition:
-    """tensorly's history with our own final error, so that all solvers are measured alike."""
+    """The history with our own final error, so that all solvers are measured alike."""
     history = [float(error) for error in errors]
     final = factors.relative_error(forms)
     return Decomposition(factors, (*history, final), converged=len(history) < iterations)

@@ -1,17 +1,20 @@
-"""Tucker by HOSVD and HOOI on the factored stack: shared subspaces, one core per head or a few that heads mix.
+"""Tucker by HOSVD and HOOI on the factored stack: shared subspaces, and cores.
 
     forms[h] ~ query^T core[h] key,  core[h] = query forms[h] key^T,  query and key orthonormal
     with a compressed head mode: core[h] = sum_a mixing[h, a] core[a],  mixing orthonormal
 
-Orthonormal factors make the error a matter of captured energy, ``|forms|^2 - |core|^2``, and each factor the leading
-eigenvectors of one Gram matrix. With ``S = mixing mixing^T`` (the identity for a core per head), spread over channels,
+Orthonormal factors make the error a matter of captured energy, ``|forms|^2 - |core|^2``, and each
+factor the leading eigenvectors of one Gram matrix. With ``S = mixing mixing^T`` (the identity for a
+core per head), spread over channels,
 
-    query-side Gram = w_q^T ((k k^T) * S) w_q,  k = w_k key^T,      all heads' channels stacked: (h d) x (h d)
+    query-side Gram = w_q^T ((k k^T) * S) w_q,  k = w_k key^T,      all heads' channels stacked: (h
+    d) x (h d)
 
 and likewise on the key side, so that nothing larger than a square of the layer's width is built.
 
-Axes: h head, d channel within a head, i query-side input, j key-side input, r and c shared rank, a rank of the head mode.
-References: De Lathauwer et al. 2000 (HOSVD, HOOI); Kolda & Bader 2009, section 4.2.
+Axes: h head, d channel within a head, i query-side input, j key-side input, r and c shared rank, a
+rank of the head mode. References: De Lathauwer et al. 2000 (HOSVD, HOOI); Kolda & Bader 2009,
+section 4.2.
 """
 
 import torch
@@ -37,8 +40,8 @@ def fit_tucker(
     forms
         The heads.
     rank
-        Channels of both subspaces, between 1 and the smaller of ``forms.full_rank`` and the layer's width; exact at the
-        latter, with a core per head.
+        Channels of both subspaces, between 1 and the smaller of ``forms.full_rank`` and the layer's
+        width; exact at the latter, with a core per head.
     head_rank
         Cores that the heads mix, between 1 and the number of heads; ``None``: a core per head.
     iterations

@@ -33,7 +33,8 @@ def find_attention(model: nn.Module) -> tuple[AttentionSite, ...]:
     Raises
     ------
     UnsupportedModelError
-        Where the attention is not a fixed bilinear form per head, or the architecture has no adapter.
+        Where the attention is not a fixed bilinear form per head, or the architecture has no
+        adapter.
     """
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)

@@ -1,9 +1,9 @@
-"""Where a model keeps its attention: what an adapter tells, and the site that reads and rewrites one layer.
+"""Where a model keeps its attention: adapters tell, and a site reads and rewrites one layer.
 
     site.read() -> HeadForms,    site.install(factors, content)
 
-An architecture is one :class:`Adapter` value: the class of its attention modules for every model type it serves, and the
-names of their parts.
+An architecture is one :class:`Adapter` value: the class of its attention modules for every model
+type it serves, and the names of their parts.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +29,8 @@ class Adapter:
     Parameters
     ----------
     attention_classes
-        ``config.model_type`` to ``"module:class"`` of the attention module, for every type that is the same inside.
+        ``config.model_type`` to ``"module:class"`` of the attention module, for every type that is
+        the same inside.
     layout
         Names of that module's parts.
     num_heads
@@ -56,7 +57,8 @@ class AttentionSite:
     Parameters
     ----------
     index
-        Position among the model's distinct attention layers, from 0. A layer that the model runs several times (ALBERT) is one site.
+        Position among the model's distinct attention layers, from 0. A layer that the model runs
+        several times (ALBERT) is one site.
     name
         Its name within the base model, without the prefix that a head adds.
     module
@@ -100,7 +102,7 @@ class AttentionSite:
 
     @property
     def full_rank(self) -> int:
-        """h * d, the largest rank."""
+        """The largest rank, h * d."""
         return self.num_heads * self.head_dim
 
     @property
@@ -148,9 +150,7 @@ class AttentionSite:
         query, key = (part.weight.detach().to(device, dtype) for part in (self.query, self.key))
         bias = None if self.query.bias is None else self.query.bias.detach().to(device, dtype)
         scale = float(cast(Any, self.module).scaling)
-        return HeadForms.from_projections(
-            query, key, bias, num_heads=self.num_heads, scale=scale
-        )
+        return HeadForms.from_projections(query, key, bias, num_heads=self.num_heads, scale=scale)
 
     def empty_factors(self, layer: LayerConfig) -> Factors:
         """Factors of the shapes that ``layer`` gives this site, on the meta device."""
@@ -163,7 +163,7 @@ class AttentionSite:
         rewrite(self.module, FORMS[type(factors)], self.adapter.layout, factors, content)
 
     def install_empty(self, layer: LayerConfig) -> None:
-        """Rewrite the layer in place to the shapes of ``layer``, on the meta device, for weights to be loaded into."""
+        """Rewrite the layer to the shapes of ``layer``, on meta, to load weights into."""
         self.install(
             self.empty_factors(layer), torch.empty(self.num_heads, self.width, device="meta")
         )
@@ -181,6 +181,7 @@ def check_projections(name: str, module: nn.Module, layout: Layout) -> None:
         projection = getattr(module, part)
         if not isinstance(projection, nn.Linear) or not projection.weight.is_floating_point():
             raise UnsupportedModelError(
-                f"'{name}.{part}' is a {type(projection).__name__}, not a torch.nn.Linear in floating point. "
+                f"'{name}.{part}' is a {type(projection).__name__}, "
+                "not a torch.nn.Linear in floating point. "
                 "Merge adapters and undo quantisation before converting."
             )

@@ -1,4 +1,4 @@
-"""ALBERT: ``attention.{query,key,value,dense}``, residual and layer norm inside; one module for all layers of a group."""
+"""ALBERT: ``attention.{query,key,value,dense}`` with residual and norm; one module a group."""
 
 from typing import Any, cast
 

@@ -1,4 +1,4 @@
-"""BERT and the encoders that copied its attention: ``attention.self.{query,key,value}``, ``attention.output.dense``."""
+"""BERT and its copies: ``attention.self.{query,key,value}``, ``attention.output.dense``."""
 
 from typing import cast
 
@@ -16,13 +16,15 @@ def _output(base_model: nn.Module, name: str) -> nn.Linear:
     return cast(nn.Linear, base_model.get_submodule(name.removesuffix("self") + "output.dense"))
 
 
+_MODELING = "transformers.models.{0}.modeling_{0}:{1}SelfAttention"
+
 ADAPTER = Adapter(
     attention_classes={
-        "bert": "transformers.models.bert.modeling_bert:BertSelfAttention",
-        "camembert": "transformers.models.camembert.modeling_camembert:CamembertSelfAttention",
-        "electra": "transformers.models.electra.modeling_electra:ElectraSelfAttention",
-        "roberta": "transformers.models.roberta.modeling_roberta:RobertaSelfAttention",
-        "xlm-roberta": "transformers.models.xlm_roberta.modeling_xlm_roberta:XLMRobertaSelfAttention",
+        "bert": _MODELING.format("bert", "Bert"),
+        "camembert": _MODELING.format("camembert", "Camembert"),
+        "electra": _MODELING.format("electra", "Electra"),
+        "roberta": _MODELING.format("roberta", "Roberta"),
+        "xlm-roberta": _MODELING.format("xlm_roberta", "XLMRoberta"),
     },
     layout=Layout("query", "key", "value", "dropout", _finish),
     num_heads="num_attention_heads",

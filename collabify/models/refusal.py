@@ -1,6 +1,7 @@
-"""Why a model cannot be converted: attention that is not one fixed bilinear form per head, by name and reason.
+"""Why a model cannot be converted: its attention is not one fixed bilinear form per head.
 
-The reasons are read off the model's configuration and modules, so that they hold for architectures nobody listed.
+The reasons are read off the model's configuration and modules, so that they hold for architectures
+nobody listed.
 """
 
 from collections.abc import Iterable
@@ -13,7 +14,10 @@ _ROTARY = (
     "what they compare depends on the distance of the tokens"
 )
 _NORMED = "normalises its queries or keys per head, so its scores are not bilinear in the tokens"
-_DISENTANGLED = "adds disentangled position terms to its scores (DeBERTa), which are not a form of the tokens alone"
+_DISENTANGLED = (
+    "adds disentangled position terms to its scores (DeBERTa), "
+    "which are not a form of the tokens alone"
+)
 _CAPPED = "caps its logits with a tanh, so its scores are not bilinear in the tokens"
 _SINKS = "has attention sinks, learned logits beside those of the tokens"
 _RELATIVE = "adds relative position terms to its scores, which are not a form of the tokens alone"
