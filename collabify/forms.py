@@ -55,7 +55,7 @@ class HeadForms:
         scale: float,
     ) -> "HeadForms":
         """Read a layer's projections, as ``torch.nn.Linear`` stores them (output first)."""
-        w_q, w_k = (w.unflatten(0, (num_heads, -1)) for w in (query, key))
+        w_q, w_k = (w.reshape(num_heads, -1, w.shape[1]) for w in (query, key))
         b_q = (
             torch.zeros_like(w_q[..., 0]) if query_bias is None else query_bias.view(num_heads, -1)
         )

@@ -111,13 +111,12 @@ def load(
     source = locate(name)
     config = _load_config(source)
     source = replace(source, revision=getattr(config, "_commit_hash", None))
+    auto: Any = transformers.AutoModel
     known = [getattr(transformers, arch, None) for arch in config.architectures or ()]
-    cls = next((c for c in known if c is not None), transformers.AutoModel)
+    cls = next((c for c in known if c is not None), auto)
     if not hasattr(config, "quantization_config"):
         with torch.device("meta"):
-            find_attention(
-                transformers.AutoModel.from_config(config)
-            )  # refuses before gigabytes are read
+            find_attention(auto.from_config(config))  # refuses before gigabytes are read
     try:
         model, info = cls.from_pretrained(
             source.location, config=config, dtype=dtype, output_loading_info=True

@@ -86,11 +86,9 @@ class SharedAttention(nn.Module):
     @property
     def num_parameters(self) -> int:
         """Numbers in the query-key part: projections, content bias, the method's own."""
-        own = sum(p.numel() for p in self.parameters(recurse=False))
-        shared = (
-            getattr(self, name).weight.numel() for name in (self.layout.query, self.layout.key)
-        )
-        return own + sum(shared)
+        own = list(self.parameters(recurse=False))
+        shared = [getattr(self, name).weight for name in (self.layout.query, self.layout.key)]
+        return sum(parameter.numel() for parameter in own + shared)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any

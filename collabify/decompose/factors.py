@@ -203,7 +203,7 @@ def relative_error(
 
 def rounding_floor(forms: HeadForms) -> float:
     """The relative error below which Gram matrices only see rounding."""
-    return 10 * torch.finfo(forms.w_q.dtype).eps ** 0.5
+    return 10 * float(torch.finfo(forms.w_q.dtype).eps) ** 0.5
 
 
 def empty_factors(layer: LayerConfig, *, num_heads: int, query_size: int, key_size: int) -> Factors:
