@@ -10,6 +10,7 @@ Axes: h head, d channel within a head, i query-side input, j key-side input, r a
 rank of the head mode. References: Kolda & Bader 2009; Cordonnier et al. 2020, section 4.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import Self
@@ -203,7 +204,7 @@ def relative_error(
 
 def rounding_floor(forms: HeadForms) -> float:
     """The relative error below which Gram matrices only see rounding."""
-    return 10 * float(torch.finfo(forms.w_q.dtype).eps) ** 0.5
+    return 10 * math.sqrt(torch.finfo(forms.w_q.dtype).eps)
 
 
 def empty_factors(layer: LayerConfig, *, num_heads: int, query_size: int, key_size: int) -> Factors:
