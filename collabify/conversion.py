@@ -226,7 +226,7 @@ def _plan(
     for site in sites:
         if site.converted:
             raise AlreadyConvertedError(
-                f"{site.name!r} was converted before. Convert the original model instead."
+                f"{site.name!r} was converted before. Take the original model instead."
             )
         heads, width = site.num_heads, site.full_rank
         largest = min(width, site.width) if method == "tucker" else width

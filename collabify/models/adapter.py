@@ -144,7 +144,7 @@ class AttentionSite:
         """
         if self.converted:
             raise AlreadyConvertedError(
-                f"{self.name!r} was converted before. Convert the original model instead."
+                f"{self.name!r} was converted before. Take the original model instead."
             )
         device = self.query.weight.device if device is None else torch.device(device)
         query, key = (part.weight.detach().to(device, dtype) for part in (self.query, self.key))
