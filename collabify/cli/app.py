@@ -1,6 +1,7 @@
 """The ``collabify`` command: lists the commands and nothing else."""
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -22,7 +23,7 @@ app.command("analyze")(analyze.analyze)
 app.command("convert")(convert.convert)
 
 
-def _version(wanted: bool) -> None:
+def _version(wanted: bool | None) -> None:
     if wanted:
         typer.echo(f"collabify {__version__}")
         raise typer.Exit
@@ -30,9 +31,12 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Show the version and exit."
-    ),
+    version: Annotated[
+        bool | None,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = None,
 ) -> None:
     pass
 

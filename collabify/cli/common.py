@@ -17,8 +17,6 @@ import typer
 from collabify.errors import CollabifyError, CollabifyWarning, OptionError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from collabify.storage import Source
 
 P = ParamSpec("P")
@@ -88,7 +86,7 @@ def _show_warning(message: Warning | str, *_: Any) -> None:
     typer.echo(f"Warning: {message}", err=True)
 
 
-def load_model(name: str, dtype: str, device: str | None) -> tuple["PreTrainedModel", "Source"]:
+def load_model(name: str, dtype: str, device: str | None) -> tuple[Any, "Source"]:
     """Load with transformers' own chatter off."""
     from collabify.storage import load, quiet
 

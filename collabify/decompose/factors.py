@@ -13,7 +13,6 @@ rank of the head mode. References: Kolda & Bader 2009; Cordonnier et al. 2020, s
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import Self
 
 import torch
 from jaxtyping import Float
@@ -52,7 +51,7 @@ class Factors(ABC):
         """How many numbers the factors hold."""
         return sum(tensor.numel() for tensor in self._tensors().values())
 
-    def to(self, target: torch.dtype | torch.device) -> Self:
+    def to(self, target: torch.dtype | torch.device) -> "Factors":
         """The same factors in another dtype or on another device."""
         return type(self)(**{name: tensor.to(target) for name, tensor in self._tensors().items()})
 
