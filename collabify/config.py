@@ -5,7 +5,7 @@ numbers were found is in ``collabify.json`` (see :mod:`collabify.results`).
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from collabify.errors import CheckpointError
@@ -67,16 +67,29 @@ class ConversionConfig:
                 "Install the collabify that wrote it."
             )
         try:
-            layers = tuple(LayerConfig(**layer) for layer in record["layers"])
-        except (KeyError, TypeError) as error:
+            layers = tuple(_layer(layer) for layer in record["layers"])
+        except CheckpointError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"config.json's collabify record is damaged ({error}). Convert the model again."
             ) from error
-        for layer in layers:
-            if layer.form not in get_args(Form):
-                raise CheckpointError(
-                    f"form={layer.form!r} must be one of {', '.join(get_args(Form))} "
-                    f"for layer {layer.index}. "
-                    "Install the collabify that wrote it."
-                )
         return cls(layers)
+
+
+def _layer(record: Mapping[str, Any]) -> LayerConfig:
+    """One layer of :meth:`ConversionConfig.to_dict`, checked number by number."""
+    unknown = set(record) - {field.name for field in fields(LayerConfig)}
+    if unknown:
+        raise ValueError(f"unknown {', '.join(sorted(unknown))}")
+    if record["form"] not in get_args(Form):
+        raise CheckpointError(
+            f"form={record['form']!r} must be one of {', '.join(get_args(Form))} "
+            f"for layer {record['index']}. Install the collabify that wrote it."
+        )
+    for name, smallest in (("index", 0), ("rank", 1), ("head_rank", 1)):
+        value = record[name]
+        optional = name == "head_rank"
+        if not (optional and value is None) and (type(value) is not int or value < smallest):
+            raise ValueError(f"{name}={value!r} must be a whole number from {smallest}")
+    return LayerConfig(**record)

@@ -2,8 +2,8 @@
 
     forms[h] = w_q[h]^T w_k[h]                                  hdi,hdj -> hij
 
-Each form has rank ``d`` at most, so the stack is never built: norms and products come from ``d x
-d`` and ``r x r`` matrices.
+Each form has rank ``d`` at most, so the stack is never built: norms and products come from
+``d x d`` and ``r x r`` matrices.
 
 Axes: h head, d channel within a head, i query-side input, j key-side input.
 Reference: Shazeer et al. 2020 (general bilinear attention), Cordonnier et al. 2020, section 3.

@@ -1,8 +1,10 @@
 """Principal directions of a layer's heads: each head, their sum, and their unfoldings.
 
-    P_h = w_q[h]^T w_k[h]                          hdi,hdj -> hij heads          sigma(P_h), out of
-    d concatenated   sigma(sum_h P_h) = sigma(W_Q W_K^T), out of min(i, j, h d) query side
-    eigenvalues of sum_h P_h P_h^T, the Gram matrix of [P_1 | ... | P_H]; key side likewise
+    P_h = w_q[h]^T w_k[h]                                       hdi,hdj -> hij
+    heads          sigma(P_h), out of d
+    concatenated   sigma(sum_h P_h) = sigma(W_Q W_K^T), out of min(i, j, h d)
+    query side     eigenvalues of sum_h P_h P_h^T, the Gram matrix of [P_1 | ... | P_H]
+    key side       eigenvalues of sum_h P_h^T P_h
 
 Energy is the share of the squared singular values. Variance is the same after centring the columns
 of ``P`` over its rows, which is PCA; in the factored form that is ``w_q`` centred over ``i``.

@@ -1,7 +1,8 @@
 """Model folders: find and load a model with its head, write one whole or not at all.
 
 model, source = load("bert-base-uncased")
-with output_folder(out) as folder: save(model, folder, source=source)
+with output_folder(out) as folder:
+    save(model, folder, source=source)
 """
 
 import importlib.util

@@ -1,7 +1,12 @@
 """Fixtures that several test files use."""
 
 import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,3 +42,80 @@ def real_models() -> Path | None:
     """Folder with real pretrained models, from COLLABIFY_MODELS; see CONTRIBUTING.md."""
     folder = os.environ.get("COLLABIFY_MODELS")
     return Path(folder) if folder and Path(folder).is_dir() else None
+
+
+@pytest.fixture(scope="session")
+def real_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of a real model by name (see real_models.py), from COLLABIFY_MODELS or downloaded."""
+    there = real_models()
+    root = tmp_path_factory.mktemp("models") if there is None else there
+    failed: dict[str, str] = {}
+
+    def folder(name: str) -> Path:
+        if name == "dinov2-small" and not (root / name).is_dir() and find_spec("onnx") is None:
+            pytest.skip("dinov2-small is built from an ONNX file: pip install onnx")
+        if not (root / name).is_dir() and name not in failed:
+            script = Path(__file__).with_name("real_models.py")
+            command = [sys.executable, str(script), str(root), name]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            said = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
+            if done.returncode and not said:  # anything but a download that failed
+                raise RuntimeError(f"real_models.py {name} failed: {done.stderr}")
+            if done.returncode:
+                failed[name] = said[-1]
+        if name in failed:
+            pytest.skip(f"{name} could not be downloaded (pip: {failed[name]})")
+        return root / name
+
+    return folder
+
+
+# Loads every folder of a directory in a process of its own; keeps the outputs, or what was raised.
+LOADER = """
+import sys, torch
+from pathlib import Path
+order, root, out = sys.argv[1:]
+if order == "collabify first":
+    import collabify
+import transformers
+from transformers import AutoConfig, AutoModel, BertModel
+if order == "transformers first":
+    import collabify
+assert ("collabify" in sys.modules) == (order != "never")
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+torch.set_num_threads(1)
+results = {}
+for folder in sorted(Path(root).iterdir()):
+    try:
+        (name,) = AutoConfig.from_pretrained(folder).architectures
+        with torch.no_grad():
+            model = getattr(transformers, name).from_pretrained(folder)
+            for parameter in model.parameters():  # see tiny_models.aligned()
+                parameter.data = parameter.data.clone()
+            results[folder.name] = model(**torch.load(folder / "batch.pt"))[0]
+    except Exception as error:
+        results[folder.name] = f"{type(error).__name__}: {error}"
+torch.save(results, out)
+"""
+
+
+@pytest.fixture(scope="session")
+def load_elsewhere(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., dict[str, dict[str, Any]]]:
+    """``(root, *orders) -> outputs`` of the models in ``root`` on their ``batch.pt``.
+
+    One fresh process for every order of imports: "collabify first", "transformers first", "never".
+    """
+
+    def load(root: Path, *orders: str) -> dict[str, dict[str, Any]]:
+        out = tmp_path_factory.mktemp("outputs")
+        children = [
+            subprocess.Popen([sys.executable, "-c", LOADER, order, root, out / f"{order}.pt"])
+            for order in orders
+        ]
+        assert [child.wait(timeout=300) for child in children] == [0] * len(children)
+        return {order: torch.load(out / f"{order}.pt") for order in orders}
+
+    return load

@@ -2,8 +2,8 @@
 
     logits[h] = sum_r mixing[h, r] q[r] k[r] + content[h]       btr,hr,bsr -> bhts
 
-Axes: b batch, t target, s source, h head, r shared channel. Reference: Cordonnier et al. 2020,
-Multi-Head Attention: Collaborate Instead of Concatenate, equation 6.
+Axes: b batch, t target, s source, h head, r shared channel.
+Reference: Cordonnier et al. 2020, Multi-Head Attention: Collaborate Instead of Concatenate, eq. 6.
 """
 
 import torch

@@ -6,8 +6,9 @@
 
 Norms, inner products and errors come from Gram matrices; no stack is built.
 
-Axes: h head, d channel within a head, i query-side input, j key-side input, r and c shared rank, a
-rank of the head mode. References: Kolda & Bader 2009; Cordonnier et al. 2020, section 4.
+Axes: h head, d channel within a head, i query-side input, j key-side input, r and c shared rank,
+a rank of the head mode.
+References: Kolda & Bader 2009; Cordonnier et al. 2020, section 4.
 """
 
 import math

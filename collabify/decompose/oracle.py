@@ -3,10 +3,14 @@
     parafac(forms[h, i, j], r)  ->  mixing[h, r], query[i, r], key[j, r]
     tucker(forms[h, i, j], (a, r, c))  ->  core[a, r, c], mixing[h, a], query[i, r], key[j, c]
 
-They build the stack of h * i * j numbers and take their own starts, a random one for parafac.
+They build the stack of h * i * j numbers and take their own starts, a random one for parafac. Their
+tolerance is an absolute drop of the relative error, where ours is a share of it, and their history
+begins after the first sweep. A layer of zeros, which they cannot normalise, is left to ours.
 
 Reference: Kossaifi et al. 2019, TensorLy: Tensor Learning in Python.
 """
+
+import warnings
 
 import tensorly
 import torch
@@ -16,6 +20,8 @@ from tensorly.tucker_tensor import TuckerTensor
 
 from collabify.decompose.cp import balance
 from collabify.decompose.factors import CPFactors, Decomposition, Factors, TuckerFactors
+from collabify.decompose.head_svd import fit_head_svd
+from collabify.decompose.tucker import fit_tucker
 from collabify.forms import HeadForms
 
 
@@ -23,6 +29,8 @@ def fit_cp_tensorly(
     forms: HeadForms, rank: int, *, iterations: int = 100, tolerance: float = 1e-5, seed: int = 0
 ) -> Decomposition:
     """Run ``parafac`` from a random start; parameters as :func:`collabify.decompose.cp.fit_cp`."""
+    if not forms.squared_norms().any():
+        return fit_head_svd(forms, rank)
     with tensorly.backend_context("pytorch"):
         (weights, (mixing, query, key)), errors = parafac(
             forms.dense(),
@@ -47,8 +55,12 @@ def fit_tucker_tensorly(
     seed: int = 0,
 ) -> Decomposition:
     """Run ``tucker`` (HOOI); parameters as :func:`collabify.decompose.tucker.fit_tucker`."""
+    if not forms.squared_norms().any():
+        return fit_tucker(forms, rank, head_rank=head_rank)
     heads = forms.num_heads if head_rank is None else head_rank
-    with tensorly.backend_context("pytorch"):
+    with tensorly.backend_context("pytorch"), warnings.catch_warnings():
+        # The head mode has more heads than rank * rank directions: tensorly says so and goes on.
+        warnings.filterwarnings("ignore", message="Trying to compute SVD with n_eigenvecs")
         (core, (mixing, query, key)), errors = tucker(
             forms.dense(),
             (heads, rank, rank),

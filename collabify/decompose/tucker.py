@@ -7,14 +7,14 @@ Orthonormal factors make the error a matter of captured energy, ``|forms|^2 - |c
 factor the leading eigenvectors of one Gram matrix. With ``S = mixing mixing^T`` (the identity for a
 core per head), spread over channels,
 
-    query-side Gram = w_q^T ((k k^T) * S) w_q,  k = w_k key^T,      all heads' channels stacked: (h
-    d) x (h d)
+    query-side Gram = w_q^T ((k k^T) * S) w_q,  k = w_k key^T
 
-and likewise on the key side, so that nothing larger than a square of the layer's width is built.
+where k stacks all heads' channels, and likewise on the key side, so that nothing larger than a
+square of the layer's width is built.
 
-Axes: h head, d channel within a head, i query-side input, j key-side input, r and c shared rank, a
-rank of the head mode. References: De Lathauwer et al. 2000 (HOSVD, HOOI); Kolda & Bader 2009,
-section 4.2.
+Axes: h head, d channel within a head, i query-side input, j key-side input, r and c shared rank,
+a rank of the head mode.
+References: De Lathauwer et al. 2000 (HOSVD, HOOI); Kolda & Bader 2009, section 4.2.
 """
 
 import torch
