@@ -77,8 +77,10 @@ class ConversionConfig:
         return cls(layers)
 
 
-def _layer(record: Mapping[str, Any]) -> LayerConfig:
+def _layer(record: Any) -> LayerConfig:
     """One layer of :meth:`ConversionConfig.to_dict`, checked number by number."""
+    if not isinstance(record, Mapping):
+        raise ValueError(f"{record!r} is no LayerConfig")
     unknown = set(record) - {field.name for field in fields(LayerConfig)}
     if unknown:
         raise ValueError(f"unknown {', '.join(sorted(unknown))}")
@@ -88,8 +90,8 @@ def _layer(record: Mapping[str, Any]) -> LayerConfig:
             f"for layer {record['index']}. Install the collabify that wrote it."
         )
     for name, smallest in (("index", 0), ("rank", 1), ("head_rank", 1)):
-        value = record[name]
         optional = name == "head_rank"
+        value = record.get(name) if optional else record[name]
         if not (optional and value is None) and (type(value) is not int or value < smallest):
             raise ValueError(f"{name}={value!r} must be a whole number from {smallest}")
     return LayerConfig(**record)

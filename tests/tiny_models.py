@@ -25,7 +25,9 @@ FORMS: Mapping[str, dict[str, Any]] = {
     "tucker-heads": {"method": "tucker", "head_rank": HEADS},
 }
 LOW: Mapping[str, dict[str, Any]] = {
-    name: form | {"dk": LOW_RANK} | ({"head_rank": LOW_HEAD_RANK} if "head_rank" in form else {})
+    name: form
+    | {"dk": LOW_RANK, "iterations": 3}
+    | ({"head_rank": LOW_HEAD_RANK} if "head_rank" in form else {})
     for name, form in FORMS.items()
 }
 
@@ -109,6 +111,16 @@ def factors(model: Any) -> dict[str, nn.Parameter]:
         parts |= dict(site.module.named_parameters(recurse=False))
         found |= {f"{site.name}.{name}": parameter for name, parameter in parts.items()}
     return found
+
+
+def aligned(model: Any) -> Any:
+    """The model with every parameter in memory of its own.
+
+    Loaded ones lie at any byte of the mapped file, and torch's kernels start differently there.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
 
 
 def layers(pattern: str, count: int = 2) -> tuple[str, ...]:
