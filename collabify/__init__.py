@@ -12,15 +12,17 @@ import wrapt
 if TYPE_CHECKING:
     from collabify.conversion import analyze, convert
     from collabify.errors import CollabifyError
+    from collabify.healing import heal
     from collabify.models import find_attention
 
 __version__ = "0.1.0"
-__all__ = ["CollabifyError", "__version__", "analyze", "convert", "find_attention"]
+__all__ = ["CollabifyError", "__version__", "analyze", "convert", "find_attention", "heal"]
 
 _HOME = {
     "analyze": "collabify.conversion",
     "convert": "collabify.conversion",
     "find_attention": "collabify.models",
+    "heal": "collabify.healing",
     "CollabifyError": "collabify.errors",
 }
 

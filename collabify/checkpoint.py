@@ -54,7 +54,23 @@ class CollabifyQuantizer(HfQuantizer):
             sites[layer.index].install_empty(layer)
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> Any:
-        """Leave an ordinary model, whose configuration still says what it is."""
+        """Leave an ordinary model, whose configuration still says what it is.
+
+        Raises
+        ------
+        CheckpointError
+            Where the checkpoint lacks a factor: transformers would make one up.
+        """
+        from collabify.models import find_attention
+
+        sites = find_attention(model)
+        for layer in self.quantization_config.record.layers:
+            for name, tensor in sites[layer.index].factor_tensors():
+                if not getattr(tensor, "_is_hf_initialized", False) and not tensor.is_meta:
+                    raise CheckpointError(
+                        f"'{sites[layer.index].name}.{name}' is not in the checkpoint, or not in "
+                        "the shape that its config.json gives. Download or copy both again."
+                    )
         model.config.quantization_config = self.quantization_config.to_dict()
         for name in ("hf_quantizer", "quantization_method", "is_quantized"):
             model.__dict__.pop(name, None)

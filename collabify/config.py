@@ -31,12 +31,15 @@ class LayerConfig:
     head_rank
         Cores that the heads mix, for ``tucker`` with a compressed head mode; ``None``: a core per
         head.
+    channels
+        Shared channels that each head keeps, for ``collaborative``; ``None``: all.
     """
 
     index: int
     form: Form
     rank: int
     head_rank: int | None = None
+    channels: int | None = None
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,8 @@ def _layer(record: Any) -> LayerConfig:
             f"form={record['form']!r} must be one of {', '.join(get_args(Form))} "
             f"for layer {record['index']}. Install the collabify that wrote it."
         )
-    for name, smallest in (("index", 0), ("rank", 1), ("head_rank", 1)):
-        optional = name == "head_rank"
+    for name, smallest in (("index", 0), ("rank", 1), ("head_rank", 1), ("channels", 1)):
+        optional = name in ("head_rank", "channels")
         value = record.get(name) if optional else record[name]
         if not (optional and value is None) and (type(value) is not int or value < smallest):
             raise ValueError(f"{name}={value!r} must be a whole number from {smallest}")

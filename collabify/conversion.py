@@ -1,60 +1,65 @@
 """The whole method: find the heads, share what they have in common, put them back.
 
-    model -> sites -> forms -> factors -> model
+    model -> sites -> forms -> (whitened by what the layers see) -> factors -> model
 
 :func:`analyze` says how much there is to share; :func:`convert` shares it, in place.
 """
 
+import copy
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
-from collabify.config import ConversionConfig, Form, LayerConfig
-from collabify.decompose import Decomposition, fit_cp, fit_head_svd, fit_tucker
-from collabify.errors import (
-    AlreadyConvertedError,
-    LayerError,
-    NonFiniteError,
-    OptionError,
-    RankError,
-)
+from collabify.calibration import Moments, Whitening, collect_moments
+from collabify.config import ConversionConfig, LayerConfig
+from collabify.data import CalibrationData, load_calibration
+from collabify.decompose import Decomposition, Factors, fit_cp, fit_head_svd, fit_tucker
+from collabify.drift import base_model, measure_drift
+from collabify.errors import OptionError
 from collabify.forms import HeadForms
 from collabify.models import AttentionSite, find_attention
+from collabify.planning import Method, Request, Solver, check_finite, count, select
 from collabify.results import (
     AnalysisReport,
     ConversionReport,
+    Drift,
     LayerReport,
     LayerSpectra,
-    ParameterCount,
     directions,
 )
 from collabify.spectrum import layer_spectra
 
-Method = Literal["cp", "tucker", "head-svd"]
-Solver = Literal["factored", "tensorly"]
-FORM_OF: dict[str, Form] = {"cp": "collaborative", "tucker": "tucker", "head-svd": "collaborative"}
-SUGGESTION_ENERGY = (
-    0.9  # relative error of the head-SVD, the floor of every method: sqrt(1 - 0.9) = 0.32
-)
+SUGGESTION_ENERGY = 0.95  # relative error of the head-SVD, the floor of every method: 0.22
+
+Progress = Callable[[str, int, int, str], None]
 
 
 def convert(
     model: nn.Module,
     *,
-    dk: int,
+    dk: int | None = None,
+    kept: float | None = None,
+    error: float | None = None,
     method: Method = "cp",
     head_rank: int | None = None,
+    channels: int | Literal["all"] | None = None,
+    calibration: object = "synthetic",
+    samples: int = 256,
+    max_length: int = 128,
+    processor: object = None,
     solver: Solver = "factored",
-    iterations: int = 100,
-    tolerance: float = 1e-5,
+    iterations: int = 200,
+    tolerance: float = 1e-4,
+    multiple: int = 8,
     layers: Sequence[int] | None = None,
     seed: int = 0,
     device: torch.device | str | None = None,
     dry_run: bool = False,
-    progress: Callable[[LayerReport], None] | None = None,
+    progress: Progress | None = None,
 ) -> ConversionReport:
     """Rewrite a model's attention so that heads share query and key projections, in place.
 
@@ -67,86 +72,174 @@ def convert(
     dk
         Shared channels of queries and keys, D̃k, between 1 and the number of heads times their
         width; exact at the latter.
+    kept
+        Instead of ``dk``: share of the query-key parameters to keep, in (0, 1]; ranks are chosen
+        across layers.
+    error
+        Instead of ``dk``: relative error allowed over all layers, in (0, 1), as a head-SVD would
+        make it; ranks are chosen across layers.
     method
         ``cp`` (collaborative attention), ``tucker`` (a core per head) or ``head-svd`` (heads kept
         apart).
     head_rank
         For ``tucker``: cores that the heads mix, between 1 and the number of heads. By default
         every head has its own.
+    channels
+        Shared channels that each head keeps, or ``all``. By default one less than the head was wide
+        (its content bias takes one column), so that it is as fast as it was.
+    calibration
+        What the layers see, so that errors are measured where tokens really move: ``synthetic``
+        (no data needed), ``none`` (the weights alone, as published), or real data as
+        :func:`collabify.data.load_calibration` takes it: a file, a folder, a data set, an iterable.
+    samples, max_length
+        How many calibration samples to take, and tokens of a text at most.
+    processor
+        Tokenizer or image processor for real data; by default from where the model was loaded.
     solver
         ``factored``, or ``tensorly`` for ``parafac`` and ``tucker`` on the dense stack.
     iterations, tolerance
-        Stop after so many sweeps, or when one lowers the relative error by less than this share of
-        it.
+        Stop after so many sweeps, or when they lower the relative error by less than this share.
+    multiple
+        Ranks chosen for ``kept`` or ``error`` are multiples of this.
     layers
         Positions of the layers to convert, from 0; by default all.
     seed
-        For solvers that start at random (tensorly's ``parafac``).
+        For calibration samples, and for solvers that start at random (tensorly's ``parafac``).
     device
         Where to decompose; by default where the weights are. In float64, except where the device
         has none (mps).
     dry_run
         Only say what would be done: nothing is decomposed, the model is left alone.
     progress
-        Called with every layer's report when its decomposition is done.
+        Called with a stage, what is done of it, out of how much, and a few words.
 
     Returns
     -------
     ConversionReport
-        Errors, parameters before and after, and what was asked for.
+        Errors, drift, parameters before and after, and what was asked for.
 
     Raises
     ------
-    UnsupportedModelError, AlreadyConvertedError, NonFiniteError, LayerError, RankError, OptionError
-        Before the model is touched.
+    CollabifyError
+        Of the kind that says what is wrong, before the model is touched.
 
     Examples
     --------
     >>> report = collabify.convert(model, dk=256)  # doctest: +SKIP
     >>> report.query_key.kept  # doctest: +SKIP
     """
-    _check_options(method, head_rank, solver, iterations, tolerance)
-    sites = _select(find_attention(model), layers)
-    plan = _plan(sites, dk, method, head_rank)
-    _check_finite(model)
+    request = Request(
+        dk, kept, error, method, head_rank, channels, solver, iterations, tolerance, multiple
+    )
+    sites = select(find_attention(model), layers)
+    check_finite(model)
+    if dk is not None:
+        request.plan(sites)  # refuses a rank that does not fit before anything takes time
+    data = None
+    if not (dry_run and dk is not None):
+        data = load(model, calibration, samples, max_length, seed, processor)
+    spaces = whitenings(model, sites, data, progress)
+    if dk is not None and method != "tucker":  # at full width nothing is lost, and less rounded
+        spaces = {site.index: spaces[site.index] for site in sites if site.index in spaces and dk < site.full_rank}
+    heads = {site.index: _whitened(site, spaces, device) for site in sites} if dk is None else None
+    plan = request.plan(sites, heads)
 
-    reports, decompositions = [], []
+    counts = count(model, sites, plan)
+    reports, found = [], []
     for site, layer in zip(sites, plan.layers, strict=True):
-        report = LayerReport(site.index, site.name, layer.rank, layer.head_rank)
+        report = LayerReport(
+            site.index, site.name, layer.rank, head_rank=layer.head_rank, channels=layer.channels
+        )
         if not dry_run:
-            start = time.perf_counter()
-            forms = site.read(
-                dtype=_solver_dtype(device or site.query.weight.device), device=device
-            )
-            found = _decompose(forms, layer, method, solver, iterations, tolerance, seed)
-            decompositions.append((site, found, forms.content))
-            report = LayerReport(
-                site.index,
-                site.name,
-                layer.rank,
-                layer.head_rank,
-                found.relative_error,
-                found.sweeps,
-                found.converged,
-                time.perf_counter() - start,
-            )
+            factors, content, report = share(site, layer, spaces, request, seed, device)
+            found.append((site, factors, content))
         reports.append(report)
         if progress is not None:
-            progress(report)
-
-    counts = _count(model, sites, plan)
-    for site, found, content in decompositions:
-        site.install(found.factors, content)
+            progress("Converting", len(reports), len(sites), f"error {_error(report):.4f}")
+    drift = None
     if not dry_run:
-        cast(Any, model).config.quantization_config = plan.to_dict()
-    options: dict[str, Any] = {
-        "dk": dk,
-        "head_rank": head_rank,
-        "iterations": iterations,
-        "tolerance": tolerance,
-    }
+        drift = _install(model, found, plan, data)
+    options: dict[str, Any] = {"dk": dk, "kept": kept, "error": error, "head_rank": head_rank}
+    options |= {"channels": channels, "iterations": iterations, "tolerance": tolerance}
+    options |= {"samples": samples, "max_length": max_length, "multiple": multiple}
     options |= {"layers": [site.index for site in sites], "seed": seed}
-    return ConversionReport(method, solver, tuple(reports), *counts, dry_run, options)
+    seen = None if data is None else data.description
+    return ConversionReport(method, solver, tuple(reports), *counts, dry_run, options, seen, drift)
+
+
+def share(
+    site: AttentionSite,
+    layer: LayerConfig,
+    spaces: Mapping[int, Whitening],
+    request: Request,
+    seed: int,
+    device: torch.device | str | None,
+) -> tuple[Factors, Float[Tensor, "h j"], LayerReport]:
+    """One layer's heads in shared form, with the content bias that goes with it."""
+    start = time.perf_counter()
+    forms = _read(site, device)
+    found = _decompose(_whitened(site, spaces, device), layer, request, seed)
+    factors, content = found.factors, forms.content
+    space = spaces.get(site.index)
+    if space is not None:
+        factors = factors.transformed(space.inverse.to(content.dtype).to(content.device))
+        mean = space.mean.to(content.dtype).to(content.device)
+        content = content + forms.key_term(mean) - factors.key_term(mean)
+    report = LayerReport(
+        site.index,
+        site.name,
+        layer.rank,
+        head_rank=layer.head_rank,
+        channels=layer.channels,
+        relative_error=factors.relative_error(forms),
+        calibrated_error=None if space is None else found.relative_error,
+        sweeps=found.sweeps,
+        converged=found.converged,
+        seconds=time.perf_counter() - start,
+    )
+    return factors, content, report
+
+
+def _decompose(forms: HeadForms, layer: LayerConfig, request: Request, seed: int) -> Decomposition:
+    """One layer's heads by the solver asked for."""
+    stop: dict[str, Any] = {"iterations": request.iterations, "tolerance": request.tolerance}
+    if request.solver == "tensorly":
+        from collabify.decompose.oracle import fit_cp_tensorly, fit_tucker_tensorly
+
+        if request.method == "cp":
+            return fit_cp_tensorly(forms, layer.rank, seed=seed, **stop)
+        return fit_tucker_tensorly(forms, layer.rank, head_rank=layer.head_rank, seed=seed, **stop)
+    if request.method == "cp":
+        return fit_cp(forms, layer.rank, channels=layer.channels, **stop)
+    if request.method == "tucker":
+        return fit_tucker(forms, layer.rank, head_rank=layer.head_rank, **stop)
+    return fit_head_svd(forms, layer.rank, channels=layer.channels)
+
+
+def _install(
+    model: nn.Module,
+    found: Sequence[tuple[AttentionSite, Factors, Tensor]],
+    plan: ConversionConfig,
+    data: CalibrationData | None,
+) -> Drift | None:
+    """Rewrite the layers, and measure what that does to data that was held out."""
+    original = copy.deepcopy(model) if data is not None and data.held_out else None
+    for site, factors, content in found:
+        site.install(factors, content)
+    _own_config(model).quantization_config = plan.to_dict()
+    if original is None or data is None:
+        return None
+    return measure_drift(original, model, data.held_out)
+
+
+def _own_config(model: nn.Module) -> Any:
+    """The model's configuration, after making it a copy: models may share theirs with others."""
+    shared = cast(Any, model).config
+    own = copy.deepcopy(shared)
+    for module in model.modules():
+        if getattr(module, "config", None) is shared:
+            cast(Any, module).config = own
+    return own
 
 
 def analyze(
@@ -154,8 +247,13 @@ def analyze(
     *,
     layers: Sequence[int] | None = None,
     levels: Sequence[float] = (0.9, 0.95, 0.99),
+    calibration: object = "synthetic",
+    samples: int = 256,
+    max_length: int = 128,
+    processor: object = None,
+    seed: int = 0,
     device: torch.device | str | None = None,
-    progress: Callable[[LayerSpectra], None] | None = None,
+    progress: Progress | None = None,
 ) -> AnalysisReport:
     """Measure how much a model's heads repeat one another.
 
@@ -167,166 +265,112 @@ def analyze(
         Positions of the layers to look at, from 0; by default all.
     levels
         Shares of energy at which directions are counted, each in (0, 1].
+    calibration, samples, max_length, processor, seed
+        As for :func:`convert`; without ``none``, the spectra in the calibrated space stand beside
+        those of the weights, and the suggestion follows them.
     device
         Where to compute; by default where the weights are.
     progress
-        Called with every layer's spectra.
+        As for :func:`convert`.
 
     Raises
     ------
-    UnsupportedModelError, AlreadyConvertedError, NonFiniteError, LayerError, OptionError
+    CollabifyError
+        Of the kind that says what is wrong.
     """
     for level in levels:
         if not 0 < level <= 1:
             raise OptionError(
                 f"energy={level} must be above 0 and at most 1: it is a share. Write 0.95 for 95 %."
             )
-    sites = _select(find_attention(model), layers)
-    _check_finite(model)
-    spectra = []
-    for site in sites:
-        forms = site.read(dtype=_solver_dtype(device or site.query.weight.device), device=device)
-        spectra.append(layer_spectra(forms, index=site.index, name=site.name))
+    sites = select(find_attention(model), layers)
+    check_finite(model)
+    data = load(model, calibration, samples, max_length, seed, processor)
+    spaces = whitenings(model, sites, data, progress)
+    raw: list[LayerSpectra] = []
+    calibrated: list[LayerSpectra] = []
+    for done, site in enumerate(sites, start=1):
+        named: dict[str, Any] = {"index": site.index, "name": site.name}
+        raw.append(layer_spectra(_read(site, device), **named))
+        if site.index in spaces:
+            calibrated.append(layer_spectra(_whitened(site, spaces, device), **named))
         if progress is not None:
-            progress(spectra[-1])
+            progress("Analyzing", done, len(sites), site.name)
     full_rank = max(site.full_rank for site in sites)
-    suggestion = _suggest(spectra, full_rank)
-    return AnalysisReport(tuple(spectra), tuple(levels), full_rank, suggestion, SUGGESTION_ENERGY)
-
-
-def _decompose(
-    forms: HeadForms,
-    layer: LayerConfig,
-    method: str,
-    solver: str,
-    iterations: int,
-    tolerance: float,
-    seed: int,
-) -> Decomposition:
-    """One layer's heads in shared form."""
-    stop: dict[str, Any] = {"iterations": iterations, "tolerance": tolerance}
-    if solver == "tensorly":
-        from collabify.decompose.oracle import fit_cp_tensorly, fit_tucker_tensorly
-
-        if method == "cp":
-            return fit_cp_tensorly(forms, layer.rank, seed=seed, **stop)
-        return fit_tucker_tensorly(forms, layer.rank, head_rank=layer.head_rank, seed=seed, **stop)
-    if method == "cp":
-        return fit_cp(forms, layer.rank, **stop)
-    if method == "tucker":
-        return fit_tucker(forms, layer.rank, head_rank=layer.head_rank, **stop)
-    return fit_head_svd(forms, layer.rank)
-
-
-def _plan(
-    sites: Sequence[AttentionSite], dk: int, method: str, head_rank: int | None
-) -> ConversionConfig:
-    """Every layer's form and sizes, checked against its heads."""
-    plan = []
-    for site in sites:
-        if site.converted:
-            raise AlreadyConvertedError(
-                f"{site.name!r} was converted before. Take the original model instead."
-            )
-        heads, width = site.num_heads, site.full_rank
-        largest = min(width, site.width) if method == "tucker" else width
-        if not 1 <= dk <= largest:
-            raise RankError(
-                f"dk={dk} must be between 1 and {largest} for {site.name!r} "
-                f"({heads} heads of {site.head_dim}). {'Lower' if dk > largest else 'Raise'} --dk."
-            )
-        if head_rank is not None and not 1 <= head_rank <= heads:
-            raise RankError(
-                f"head_rank={head_rank} must be between 1 and {heads}, the heads of {site.name!r}. "
-                "Change --head-rank, or leave it out for a core per head."
-            )
-        plan.append(LayerConfig(site.index, FORM_OF[method], dk, head_rank))
-    return ConversionConfig(tuple(plan))
-
-
-def _select(
-    sites: Sequence[AttentionSite], layers: Sequence[int] | None
-) -> tuple[AttentionSite, ...]:
-    """The layers asked for, in the model's order."""
-    if layers is None:
-        return tuple(sites)
-    for index in layers:
-        if not 0 <= index < len(sites):
-            raise LayerError(
-                f"layer={index} must be between 0 and {len(sites) - 1}: "
-                f"the model has {len(sites)} distinct attention layers. Change --layer."
-            )
-    return tuple(site for site in sites if site.index in set(layers))
-
-
-def _check_options(
-    method: str, head_rank: int | None, solver: str, iterations: int, tolerance: float
-) -> None:
-    """Refuse what no model could accept."""
-    if method not in FORM_OF:
-        raise OptionError(
-            f"method={method!r} must be one of {', '.join(get_args(Method))}. Change --method."
-        )
-    if solver not in get_args(Solver):
-        raise OptionError(
-            f"solver={solver!r} must be one of {', '.join(get_args(Solver))}. Change --solver."
-        )
-    if head_rank is not None and method != "tucker":
-        raise OptionError(
-            f"head_rank={head_rank} goes with method='tucker' only, not {method!r}. "
-            "Leave out --head-rank or use --method tucker."
-        )
-    if solver == "tensorly" and method == "head-svd":
-        raise OptionError(
-            "solver='tensorly' has no method 'head-svd', which needs none. Leave out --solver."
-        )
-    if iterations < 1:
-        raise OptionError(f"iterations={iterations} must be at least 1. Raise --iterations.")
-    if not 0 <= tolerance < 1:
-        raise OptionError(
-            f"tolerance={tolerance} must be at least 0 and below 1: it is a share of the error. "
-            "Change --tol."
-        )
-
-
-def _check_finite(model: nn.Module) -> None:
-    """Refuse a model with NaN or infinite weights, and name the first."""
-    for name, parameter in model.named_parameters():
-        bad = int((~torch.isfinite(parameter)).sum())
-        if bad:
-            raise NonFiniteError(
-                f"{bad} of the {parameter.numel()} numbers of {name!r} are NaN or infinite; "
-                "all must be finite. "
-                "Take a checkpoint from before training diverged."
-            )
-
-
-def _count(
-    model: nn.Module, sites: Sequence[AttentionSite], plan: ConversionConfig
-) -> tuple[ParameterCount, ParameterCount, ParameterCount]:
-    """Parameters of query-key, attention and the whole model before the conversion and after it."""
-    everything = find_attention(model)
-    query_key = sum(site.query_key_parameters for site in everything)
-    value_output = sum(site.value_output_parameters for site in everything)
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    change = 0
-    for site, layer in zip(sites, plan.layers, strict=True):
-        after = site.empty_factors(layer).num_parameters + site.num_heads * site.width
-        change += after - site.query_key_parameters
-    return (
-        ParameterCount(query_key, query_key + change),
-        ParameterCount(query_key + value_output, query_key + value_output + change),
-        ParameterCount(whole, whole + change),
+    return AnalysisReport(
+        tuple(raw),
+        tuple(levels),
+        full_rank,
+        _suggest(calibrated or raw, full_rank),
+        SUGGESTION_ENERGY,
+        calibrated=tuple(calibrated),
+        calibration=None if data is None else data.description,
     )
 
 
-def _solver_dtype(device: torch.device | str) -> torch.dtype:
-    """float64 where there is one, for the reason given in :mod:`collabify.decompose.cp`."""
-    return torch.float32 if torch.device(device).type == "mps" else torch.float64
+def load(
+    model: nn.Module,
+    calibration: object,
+    samples: int,
+    max_length: int,
+    seed: int,
+    processor: object,
+) -> CalibrationData | None:
+    """Calibration data for a model; ``None`` for ``none``."""
+    if calibration is None or calibration == "none":
+        return None
+    return load_calibration(
+        calibration,
+        cast(Any, model).config,
+        samples=samples,
+        max_length=max_length,
+        seed=seed,
+        processor=processor,
+    )
+
+
+def whitenings(
+    model: nn.Module,
+    sites: Sequence[AttentionSite],
+    data: CalibrationData | None,
+    progress: Progress | None,
+) -> dict[int, Whitening]:
+    """The space of each layer's inputs, by index; none without data."""
+    if data is None:
+        return {}
+    total = len(data.batches)
+    moments: dict[str, Moments] = collect_moments(
+        base_model(model),
+        {site.name: site.module for site in sites},
+        data.batches,
+        progress=None if progress is None else lambda n: progress("Calibrating", n, total, ""),
+    )
+    return {site.index: Whitening.of(moments[site.name]) for site in sites}
+
+
+def _read(site: AttentionSite, device: torch.device | str | None) -> HeadForms:
+    """A layer's heads in float64 where there is one: see :mod:`collabify.decompose.cp`."""
+    where = torch.device(device or site.query.weight.device)
+    return site.read(dtype=torch.float32 if where.type == "mps" else torch.float64, device=where)
+
+
+def _whitened(
+    site: AttentionSite, spaces: Mapping[int, Whitening], device: torch.device | str | None
+) -> HeadForms:
+    """A layer's heads in the space of its inputs, or as they are."""
+    forms = _read(site, device)
+    if site.index not in spaces:
+        return forms
+    return spaces[site.index].to(forms.w_q.dtype).to(forms.w_q.device).whiten(forms)
+
+
+def _error(report: LayerReport) -> float:
+    """The error that the solver saw, for a progress bar."""
+    return report.calibrated_error or report.relative_error or 0.0
 
 
 def _suggest(spectra: Sequence[LayerSpectra], full_rank: int) -> int:
-    """The rank at which the pooled triplets keep ``SUGGESTION_ENERGY``, on average over layers."""
+    """The rank at which pooled triplets keep ``SUGGESTION_ENERGY``, on average over layers."""
     curves = [layer.triplets.energy for layer in spectra]
     shortest = min(len(curve) for curve in curves)
     mean = [sum(curve[n] for curve in curves) / len(curves) for n in range(shortest)]

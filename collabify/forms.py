@@ -76,9 +76,18 @@ class HeadForms:
         """Shared rank at which every method that can be exact is: h * d."""
         return self.num_heads * self.head_dim
 
+    def to(self, target: torch.dtype | torch.device) -> "HeadForms":
+        """The same heads in another dtype or on another device."""
+        w_q, w_k, content = (part.to(target) for part in (self.w_q, self.w_k, self.content))
+        return HeadForms(w_q, w_k, content, self.scale)
+
     def dense(self) -> Float[Tensor, "h i j"]:
         """The stack itself: h * i * j numbers, for the tensorly solvers and for tests."""
         return torch.einsum("hdi,hdj->hij", self.w_q, self.w_k)
+
+    def key_term(self, x: Float[Tensor, "i"]) -> Float[Tensor, "h j"]:
+        """``forms[h]^T x``: what a target adds to a head's logits, as a term of the keys alone."""
+        return torch.einsum("hdj,hd->hj", self.w_k, self.w_q @ x)
 
     def squared_norms(self) -> Float[Tensor, "h"]:
         """Squared Frobenius norm of each head's form, from ``d x d`` Gram matrices."""

@@ -13,6 +13,7 @@ from collabify.errors import OptionError, OutputError
 from collabify.results import (
     AnalysisReport,
     ConversionReport,
+    LayerReport,
     LayerSpectra,
     Spectrum,
     directions,
@@ -44,9 +45,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.4g} %"
 
 
-def analysis_table(report: AnalysisReport) -> tuple[list[str], list[list[str]]]:
+def analysis_table(
+    report: AnalysisReport, layers: Sequence[LayerSpectra]
+) -> tuple[list[str], list[list[str]]]:
     """Column heads and one row per layer: directions at each level, and curves."""
-    first = report.layers[0]
+    first = layers[0]
     of_head, of_sum = len(first.heads[0].energy), len(first.concatenated.energy)
     of_side = len(first.query_side.energy)
     heads = [
@@ -57,7 +60,7 @@ def analysis_table(report: AnalysisReport) -> tuple[list[str], list[list[str]]]:
         "alone",
         "together",
     ]
-    return heads, [_analysis_row(layer, report.levels) for layer in report.layers]
+    return heads, [_analysis_row(layer, report.levels) for layer in layers]
 
 
 def _analysis_row(layer: LayerSpectra, levels: Sequence[float]) -> list[str]:
@@ -78,23 +81,25 @@ def _needed(spectrum: Spectrum, levels: Sequence[float]) -> str:
 
 def conversion_table(report: ConversionReport) -> tuple[list[str], list[list[str]]]:
     """Column heads and one row per converted layer."""
-    heads = ["layer", "name", "rank", "rel. error", "sweeps", "converged", "seconds"]
+    heads = ["layer", "name", "rank", "", "per head", "error", "of weights", "sweeps", "seconds"]
+    widest = max(layer.rank for layer in report.layers)
     rows = []
     for layer in report.layers:
-        rank = f"{layer.rank}" if layer.head_rank is None else f"{layer.rank} ({layer.head_rank})"
-        done = layer.relative_error is not None
-        rows.append(
-            [
-                str(layer.index),
-                layer.name,
-                rank,
-                f"{layer.relative_error:.4f}" if done else "-",
-                str(layer.sweeps) if done else "-",
-                ("yes" if layer.converged else "no") if done else "-",
-                f"{layer.seconds:.2f}" if done else "-",
-            ]
-        )
+        cores = None if layer.head_rank is None else f"{layer.head_rank} cores"
+        row = [str(layer.index), layer.name, str(layer.rank)]
+        row += ["█" * max(1, round(8 * layer.rank / widest))]
+        row += [cores or str(layer.channels or "all")]
+        rows.append([*row, *_outcome(layer)])
     return heads, rows
+
+
+def _outcome(layer: LayerReport) -> list[str]:
+    """What came of one layer; dashes in a dry run, ``+`` where sweeps ended before converging."""
+    if layer.relative_error is None:
+        return ["-"] * 4
+    error = layer.relative_error if layer.calibrated_error is None else layer.calibrated_error
+    sweeps = f"{layer.sweeps}" if layer.converged else f"{layer.sweeps}+"
+    return [f"{error:.4f}", f"{layer.relative_error:.4f}", sweeps, f"{layer.seconds:.1f}"]
 
 
 def parameter_table(report: ConversionReport) -> tuple[list[str], list[list[str]]]:

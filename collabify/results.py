@@ -34,9 +34,13 @@ class LayerReport:
         Shared channels, D̃k.
     head_rank
         Cores that the heads mix, or ``None``.
+    channels
+        Shared channels that each head keeps; ``None``: all, or another method.
     relative_error
         Frobenius norm of the difference over that of the layer's stack of forms; ``None`` in a dry
         run, as are the rest.
+    calibrated_error
+        The same in the space of the calibration data, where the solver worked; ``None`` without.
     sweeps, converged, seconds
         What the solver did; ``seconds`` of wall time.
     """
@@ -45,7 +49,9 @@ class LayerReport:
     name: str
     rank: int
     head_rank: int | None = None
+    channels: int | None = None
     relative_error: float | None = None
+    calibrated_error: float | None = None
     sweeps: int | None = None
     converged: bool | None = None
     seconds: float | None = None
@@ -69,6 +75,26 @@ class ParameterCount:
 
 
 @dataclass(frozen=True)
+class Drift:
+    """How far a model moved, on data that it was not calibrated with.
+
+    Parameters
+    ----------
+    hidden_cosine
+        Cosine of the final hidden states to the original's, mean over real tokens.
+    hidden_error
+        Norm of their difference over that of the original's.
+    attention
+        Total variation between attention probabilities, in [0, 1], mean over layers, heads and real
+        targets.
+    """
+
+    hidden_cosine: float
+    hidden_error: float
+    attention: float
+
+
+@dataclass(frozen=True)
 class ConversionReport:
     """What a conversion did, or with ``dry_run`` what it would do.
 
@@ -83,6 +109,10 @@ class ConversionReport:
         model. All layers count, converted or not; shared ones once.
     options
         Everything else that was asked for.
+    calibration
+        What the errors were measured on; ``None``: the weights alone.
+    drift
+        From the original to the converted model on held-out calibration data, or ``None``.
     source, revision
         The model, and its commit where it came from the Hub.
     versions
@@ -97,6 +127,8 @@ class ConversionReport:
     model: ParameterCount
     dry_run: bool
     options: dict[str, Any] = field(default_factory=dict)
+    calibration: str | None = None
+    drift: Drift | None = None
     source: str | None = None
     revision: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
@@ -116,6 +148,8 @@ class ConversionReport:
             "solver": self.solver,
             "dry_run": self.dry_run,
             "options": self.options,
+            "calibration": self.calibration,
+            "drift": None if self.drift is None else asdict(self.drift),
             "layers": [asdict(layer) for layer in self.layers],
             "mean_relative_error": self.mean_relative_error,
             "parameters": {
@@ -228,6 +262,10 @@ class AnalysisReport:
         average over layers, the share ``suggestion_energy`` of the energy.
     suggestion_energy
         Share of energy behind the suggestion.
+    calibrated
+        The same spectra in the space of the calibration data; empty without.
+    calibration
+        What that data is; ``None``: the weights alone.
     source, revision
         The model, and its commit where it came from the Hub.
     """
@@ -237,6 +275,8 @@ class AnalysisReport:
     full_rank: int
     suggested_dk: int
     suggestion_energy: float
+    calibrated: tuple[LayerSpectra, ...] = ()
+    calibration: str | None = None
     source: str | None = None
     revision: str | None = None
 
@@ -265,8 +305,66 @@ class AnalysisReport:
             "suggested_dk": self.suggested_dk,
             "suggestion_energy": self.suggestion_energy,
             "reading": self.reading(),
+            "calibration": self.calibration,
             "layers": [layer.to_dict(self.levels) for layer in self.layers],
+            "calibrated": [layer.to_dict(self.levels) for layer in self.calibrated],
         }
+
+    def to_json(self) -> str:
+        """:meth:`to_dict`, indented."""
+        return json.dumps(self.to_dict(), indent=2)
+
+
+@dataclass(frozen=True)
+class HealingReport:
+    """What healing won back.
+
+    Parameters
+    ----------
+    kept
+        Whether the model is better than it was; if not, it is what it was.
+    steps, best_step
+        Steps taken, and after which the model was best on held-out samples; 0: never.
+    loss_before, loss_after
+        Squared distance of the hidden states to the original's over the square of those, mean over
+        layers, on held-out samples.
+    drift_before, drift_after
+        From the original to the model, on the same samples.
+    curve
+        Steps and the loss on held-out samples after them.
+    parameters
+        How many were trained.
+    calibration
+        What the models read.
+    options
+        Everything that was asked for.
+    resumed_at
+        The step where an interrupted run was taken up, or ``None``.
+    seconds
+        Wall time of this run.
+    teacher, versions
+        The original, and the versions of collabify and the packages that numbers depend on.
+    """
+
+    kept: bool
+    steps: int
+    best_step: int
+    loss_before: float
+    loss_after: float
+    drift_before: Drift
+    drift_after: Drift
+    curve: tuple[tuple[int, float], ...]
+    parameters: int
+    calibration: str
+    options: dict[str, Any] = field(default_factory=dict)
+    resumed_at: int | None = None
+    seconds: float = 0.0
+    teacher: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ``collabify.json`` holds it under ``healing``."""
+        return asdict(self) | {"curve": [list(point) for point in self.curve]}
 
     def to_json(self) -> str:
         """:meth:`to_dict`, indented."""

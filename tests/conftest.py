@@ -112,7 +112,10 @@ def load_elsewhere(
     def load(root: Path, *orders: str) -> dict[str, dict[str, Any]]:
         out = tmp_path_factory.mktemp("outputs")
         children = [
-            subprocess.Popen([sys.executable, "-c", LOADER, order, root, out / f"{order}.pt"])
+            subprocess.Popen(
+                [sys.executable, "-c", LOADER, order, root, out / f"{order}.pt"],
+                cwd=out,  # so that collabify is the installed one, not a folder that lies here
+            )
             for order in orders
         ]
         assert [child.wait(timeout=300) for child in children] == [0] * len(children)

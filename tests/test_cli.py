@@ -78,7 +78,7 @@ def test_analyze_prints_a_table_a_reading_and_a_suggestion(tiny: Path) -> None:
     outcome = run("analyze", tiny)
     assert outcome.code == 0, outcome.err
     rows = [line for line in outcome.out.splitlines() if re.match(r" *[01]  ", line)]
-    assert len(rows) == LAYERS
+    assert len(rows) == 2 * LAYERS, "of the weights, and where tokens move"
     assert all(f"of {size})" in outcome.out for size in (HEAD_DIM, WIDTH))
     assert "heads alone need" in outcome.out
     assert "--dk" in outcome.out

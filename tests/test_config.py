@@ -34,7 +34,13 @@ def test_round_trip_through_json() -> None:
 def test_record_names_its_writer_and_version() -> None:
     assert record()["quant_method"] == "collabify"
     assert record()["version"] == FORMAT_VERSION == 1
-    assert record()["layers"][2] == {"index": 5, "form": "tucker", "rank": 11, "head_rank": 2}
+    assert record()["layers"][2] == {
+        "index": 5,
+        "form": "tucker",
+        "rank": 11,
+        "head_rank": 2,
+        "channels": None,
+    }
 
 
 def test_keys_that_transformers_adds_are_ignored() -> None:

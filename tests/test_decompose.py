@@ -23,7 +23,7 @@ from collabify.decompose import (
     fit_head_svd,
     fit_tucker,
 )
-from collabify.decompose.cp import balance
+from collabify.decompose.cp import WINDOW, balance
 from collabify.decompose.oracle import as_tensorly, fit_cp_tensorly, fit_tucker_tensorly
 from collabify.forms import HeadForms
 
@@ -210,7 +210,9 @@ def test_no_sweep_raises_the_error(solver: Solver, rank: int, forms: HeadForms) 
     found = solver.fit(forms, rank, tolerance=0.0)
     assert found.sweeps == len(found.errors) - 1 > 0
     squares = torch.tensor(found.errors, dtype=torch.float64).square()  # what Gram matrices see
-    assert squares.diff().max() < ROUNDING
+    assert squares.diff().max() < (
+        TOLERANCES["float32 squares"] if solver.fit is fit_cp else ROUNDING
+    )
 
 
 @every_solver
@@ -273,7 +275,10 @@ def test_converged_is_honest(solver: Solver, forms: HeadForms) -> None:
     enough = solver.fit(forms, 7, iterations=500, tolerance=1e-2)
     assert enough.converged
     assert 0 < enough.sweeps < 500
-    if solver.ours:
+    if solver.fit is fit_cp:  # the average of the last sweeps decides, in each phase
+        before, last = enough.errors[-WINDOW - 1], enough.errors[-1]
+        assert before - last <= WINDOW * 1e-2 * last
+    elif solver.ours:
         gains = -torch.tensor(enough.errors).diff() / torch.tensor(enough.errors[:-1])
         assert gains[-1] <= 1e-2
         assert (gains[:-1] > 1e-2).all()  # not a sweep too many

@@ -17,12 +17,14 @@ from collabify.models import find_attention
 HEADS, HEAD_DIM, WIDTH, VOCABULARY, LENGTH = 3, 8, 24, 41, 7
 LOW_RANK, LOW_HEAD_RANK = 10, 2
 
-# Each form as convert() takes it, at full width and (with LOW) below.
+# Each form as convert() takes it, at full width and (with LOW) below; fitted to the weights alone.
+NONE: Mapping[str, Any] = {"calibration": "none"}
 FORMS: Mapping[str, dict[str, Any]] = {
-    "cp": {"method": "cp"},
-    "head-svd": {"method": "head-svd"},
-    "tucker": {"method": "tucker"},
-    "tucker-heads": {"method": "tucker", "head_rank": HEADS},
+    "cp": {"method": "cp", **NONE},
+    "cp-all": {"method": "cp", "channels": "all", **NONE},
+    "head-svd": {"method": "head-svd", **NONE},
+    "tucker": {"method": "tucker", **NONE},
+    "tucker-heads": {"method": "tucker", "head_rank": HEADS, **NONE},
 }
 LOW: Mapping[str, dict[str, Any]] = {
     name: form

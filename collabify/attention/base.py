@@ -13,8 +13,8 @@ The shared key carries the content bias as ``h`` more rows, one channel for each
 ``h`` reads with a query of one. It has them also where the bias is zero, so that its shape always
 differs from the original's.
 
-Axes: b batch, t target, s source, h head, w channel a head scores in (shared channels and content
-channels), e value channel.
+Axes: b batch, t target, s source, h head, m row of the shared key (shared channels and one content
+bias a head), w column that a head scores in, e value channel.
 """
 
 import sys
@@ -79,9 +79,13 @@ class SharedAttention(nn.Module):
 
     @abstractmethod
     def scores(
-        self, q: Float[Tensor, "b t r"], k: Float[Tensor, "b s w"]
+        self, q: Float[Tensor, "b t r"], k: Float[Tensor, "b s m"]
     ) -> tuple[Float[Tensor, "b h t w"], Float[Tensor, "b h s w"]]:
         """Queries and keys of every head, whose products are the logits before the scale."""
+
+    def value_width(self, heads: int) -> int:
+        """Channels of the values of one of ``heads`` heads, e."""
+        return int(getattr(self, self.layout.value).out_features // heads)
 
     @property
     def num_parameters(self) -> int:

@@ -2,7 +2,15 @@
 
     logits[h] = sum_r mixing[h, r] q[r] k[r] + content[h]       btr,hr,bsr -> bhts
 
-Axes: b batch, t target, s source, h head, r shared channel.
+With a few channels a head, the head gathers those and is then ordinary attention on them. A column
+for the content bias, which the query reads as one, and as many empty ones as it takes make it as
+wide as the head's values, so that fused kernels and flash attention apply:
+
+    query[h] = (mixing[h] * q[channels[h]], 1, 0 ...)           hk,bthk -> bhtw
+    key[h]   = (k[channels[h]], content[h], ...)
+
+Axes: b batch, t target, s source, h head, r shared channel, k channel that a head keeps,
+m row of the shared key (r + h), w column of a head.
 Reference: Cordonnier et al. 2020, Multi-Head Attention: Collaborate Instead of Concatenate, eq. 6.
 """
 
@@ -15,26 +23,57 @@ from collabify.decompose.factors import CPFactors, Factors
 
 
 class CollaborativeAttention(SharedAttention):
-    """Shared query and key projections and a mixing matrix ``[h, r]``, one-hot for a head-SVD."""
+    """Shared query and key projections and the heads' weights of their channels.
+
+    ``mixing`` is ``[h, r]``, or ``[h, k]`` beside the buffer ``channels``, ``[h, k]``; one-hot for
+    a head-SVD.
+    """
 
     mixing: nn.Parameter
+    channels: Tensor | None
 
     @classmethod
     def _form(cls) -> type[SharedAttention]:
         return CollaborativeAttention
 
     def set_factors(self, factors: Factors) -> None:
-        """Take the mixing matrix."""
+        """Take the mixing matrix and the channels that each head keeps."""
         if not isinstance(factors, CPFactors):
             raise TypeError(f"{type(factors).__name__} is not CPFactors.")
         self.mixing = nn.Parameter(factors.mixing.contiguous())
+        self.register_buffer("channels", factors.channels)
 
     def scores(
-        self, q: Float[Tensor, "b t r"], k: Float[Tensor, "b s r+h"]
-    ) -> tuple[Float[Tensor, "b h t r+h"], Float[Tensor, "b h s r+h"]]:
-        """``(q, 1) * (mixing[h], onehot[h])`` against the shared key."""
+        self, q: Float[Tensor, "b t r"], k: Float[Tensor, "b s m"]
+    ) -> tuple[Float[Tensor, "b h t w"], Float[Tensor, "b h s w"]]:
+        """Every head's own channels, or all of them, and its content bias."""
+        if self.channels is None:
+            return self._dense_scores(q, k)
+        heads, kept = self.channels.shape
+        empty = max(0, self.value_width(heads) - kept - 1)
+        own = k.shape[-1] - heads + torch.arange(heads, device=k.device)
+        read = torch.cat([self.channels, own[:, None].expand(-1, 1 + empty)], dim=1)
+        weights = nn.functional.pad(self.mixing, (0, 1 + empty)).flatten()
+        one = torch.zeros_like(weights)
+        one[kept :: kept + 1 + empty] = 1
+        # The columns of query beside the kept channels have no weight: any channel will do there.
+        query = torch.addcmul(one, _gather(q, read.clamp(max=q.shape[-1] - 1)), weights)
+        query, key = (
+            x.view(*x.shape[:-1], heads, -1).transpose(1, 2) for x in (query, _gather(k, read))
+        )
+        return query, key
+
+    def _dense_scores(
+        self, q: Float[Tensor, "b t r"], k: Float[Tensor, "b s m"]
+    ) -> tuple[Float[Tensor, "b h t w"], Float[Tensor, "b h s w"]]:
+        """``(q, 1) * (mixing[h], onehot[h])`` against the shared key, which is not copied."""
         heads = self.mixing.shape[0]
         own = torch.eye(heads, dtype=q.dtype, device=q.device)
         weights = torch.cat([self.mixing, own], dim=1)
         query = nn.functional.pad(q, (0, heads), value=1.0)[:, None] * weights[:, None]
         return query, k[:, None].expand(-1, heads, -1, -1)
+
+
+def _gather(x: Float[Tensor, "b t r"], read: Tensor) -> Float[Tensor, "b t w"]:
+    """The channels ``read`` of every token; ``gather`` is what is fastest on the CPU."""
+    return x.gather(-1, read.flatten().expand(*x.shape[:-1], -1))

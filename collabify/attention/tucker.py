@@ -3,7 +3,8 @@
     logits[h] = q core[h] k^T + content[h]                      btr,hrc,bsc -> bhts
     core[h]   = sum_a mixing[h, a] core[a]                      ha,arc -> hrc
 
-Axes: b batch, t target, s source, h head, r and c shared channel of queries and keys, a core.
+Axes: b batch, t target, s source, h head, r and c shared channel of queries and keys, a core,
+m row of the shared key (c + h), w column of a head.
 Reference: Cordonnier et al. 2020, section 4 (Tucker as the general form of sharing).
 """
 
@@ -39,8 +40,8 @@ class TuckerAttention(SharedAttention):
         )
 
     def scores(
-        self, q: Float[Tensor, "b t r"], k: Float[Tensor, "b s c+h"]
-    ) -> tuple[Float[Tensor, "b h t c+h"], Float[Tensor, "b h s c+h"]]:
+        self, q: Float[Tensor, "b t r"], k: Float[Tensor, "b s m"]
+    ) -> tuple[Float[Tensor, "b h t w"], Float[Tensor, "b h s w"]]:
         """``(q core[h], onehot[h])`` against the shared key."""
         core: Tensor = self.core
         if self.mixing is not None:

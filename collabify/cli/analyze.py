@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from collabify.cli.common import (
+    Calibration,
     Device,
     Json,
     Layers,
+    MaxLength,
     Model,
+    Samples,
+    Seed,
     load_model,
     print_table,
     progress_bar,
@@ -33,6 +37,10 @@ def analyze(
         Path | None,
         typer.Option(metavar="FILE", help="Write the paper's Figure 1: .png, .svg or .pdf."),
     ] = None,
+    calibration: Calibration = "synthetic",
+    samples: Samples = 256,
+    max_length: MaxLength = 128,
+    seed: Seed = 0,
     json: Json = False,
     device: Device = None,
 ) -> None:
@@ -43,16 +51,22 @@ def analyze(
     `collabify convert`.
     """
     from collabify.conversion import analyze as run
-    from collabify.models import find_attention
     from collabify.report import check_figure_path, save_figure
 
     if plot is not None:
         check_figure_path(plot)
     loaded, source = load_model(model, "auto", device)
-    with progress_bar("Analyzing", quiet=json) as advance:
-        total = len(layer or find_attention(loaded))
+    with progress_bar(quiet=json) as show:
         report = run(
-            loaded, layers=layer, levels=energy, progress=lambda done: advance(total, done.name)
+            loaded,
+            layers=layer,
+            levels=energy,
+            calibration=calibration,
+            samples=samples,
+            max_length=max_length,
+            processor=source.location,
+            seed=seed,
+            progress=show,
         )
     report = replace(report, source=source.name, revision=source.revision)
     if plot is not None:
@@ -68,7 +82,12 @@ def _print(report: "AnalysisReport", plot: Path | None) -> None:
 
     levels = ", ".join(percent(level) for level in report.levels)
     typer.echo(f"Directions for {levels} of the energy (sum of squared singular values)")
-    print_table(*analysis_table(report))
+    typer.echo("")
+    typer.echo("Of the weights:")
+    print_table(*analysis_table(report, report.layers))
+    if report.calibrated:
+        typer.echo(f"Where tokens really move ({report.calibration}):")
+        print_table(*analysis_table(report, report.calibrated))
     typer.echo(report.reading())
     if report.suggested_dk < report.full_rank:
         typer.echo(

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from collabify import __version__
-from collabify.cli import analyze, convert
+from collabify.cli import analyze, convert, heal
 from collabify.cli.common import spread
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.command("analyze")(analyze.analyze)
 app.command("convert")(convert.convert)
+app.command("heal")(heal.heal)
 
 
 def _version(wanted: bool | None) -> None:

@@ -35,6 +35,18 @@ Layers = Annotated[
     typer.Option("--layer", metavar="N ...", help="Only these layers, from 0. (default: all)"),
 ]
 
+Calibration = Annotated[
+    str,
+    typer.Option(
+        metavar="SOURCE",
+        help="What the layers see: a text file, a folder of images, a data set "
+        "(NAME[:CONFIG[:SPLIT[:COLUMN]]]), 'synthetic' (no data needed) or 'none' (weights only).",
+    ),
+]
+Seed = Annotated[int, typer.Option(metavar="S", help="For all that is drawn at random.")]
+Samples = Annotated[int, typer.Option(metavar="N", help="Calibration samples.")]
+MaxLength = Annotated[int, typer.Option(metavar="T", help="Tokens of a text at most.")]
+
 _SEVERAL = ("--layer", "--energy")
 
 
@@ -112,13 +124,13 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, text: in
 
 
 @contextmanager
-def progress_bar(label: str, *, quiet: bool) -> Iterator[Callable[[int, str], None]]:
-    """A bar on standard error; off when that is no terminal or ``quiet``.
+def progress_bar(*, quiet: bool) -> Iterator[Callable[[str, int, int, str], None]]:
+    """Bars on standard error, one a stage; off when that is no terminal or ``quiet``.
 
     Yields
     ------
-    advance
-        ``(total, note)``: one more step of ``total`` is done, and a few words on it.
+    show
+        ``(stage, done, total, note)``: how far a stage is, and a few words on it.
     """
     from rich.console import Console
     from rich.progress import (
@@ -138,9 +150,11 @@ def progress_bar(label: str, *, quiet: bool) -> Iterator[Callable[[int, str], No
     )
     hidden = quiet or not sys.stderr.isatty()
     with Progress(*columns, console=Console(stderr=True), disable=hidden, transient=True) as bar:
-        task = bar.add_task(label, total=None, note="")
+        tasks: dict[str, Any] = {}
 
-        def advance(total: int, note: str) -> None:
-            bar.update(task, total=total, advance=1, note=note)
+        def show(stage: str, done: int, total: int, note: str) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, note="")
+            bar.update(tasks[stage], completed=done, total=total, note=note)
 
-        yield advance
+        yield show

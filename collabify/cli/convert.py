@@ -4,15 +4,19 @@ from contextlib import ExitStack
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from collabify.cli.common import (
+    Calibration,
     Device,
     Json,
     Layers,
+    MaxLength,
     Model,
+    Samples,
+    Seed,
     load_model,
     print_table,
     progress_bar,
@@ -52,13 +56,23 @@ class DtypeName(StrEnum):
 def convert(
     model: Model,
     dk: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1,
             metavar="N",
             help="Shared query-key channels, at most heads x head width (then exact).",
         ),
-    ],
+    ] = None,
+    kept: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE", help="Instead of --dk: share of query-key parameters, e.g. 0.5."
+        ),
+    ] = None,
+    error: Annotated[
+        float | None,
+        typer.Option(metavar="E", help="Instead of --dk: relative error allowed, e.g. 0.1."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where to write the converted model.")
     ] = None,
@@ -68,31 +82,40 @@ def convert(
             help="cp: collaborative attention; tucker: a core per head; head-svd: heads kept apart."
         ),
     ] = MethodName.CP,
+    channels: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K|all",
+            help="Shared channels that a head keeps. (default: as fast as before, head width - 1)",
+        ),
+    ] = None,
     head_rank: Annotated[
         int | None,
         typer.Option(
             metavar="A", help="tucker: cores that the heads mix. (default: a core per head)"
         ),
     ] = None,
+    calibration: Calibration = "synthetic",
+    samples: Samples = 256,
+    max_length: MaxLength = 128,
     solver: Annotated[
         SolverName,
         typer.Option(help="Ours on the factored heads, or tensorly's on the dense tensor."),
     ] = SolverName.FACTORED,
-    iterations: Annotated[int, typer.Option(metavar="N", help="Sweeps at most.")] = 100,
+    iterations: Annotated[int, typer.Option(metavar="N", help="Sweeps at most.")] = 200,
     tol: Annotated[
         float,
-        typer.Option(
-            metavar="X", help="Stop when a sweep lowers the error by less than this share."
-        ),
-    ] = 1e-5,
+        typer.Option(metavar="X", help="Stop when sweeps lower the error by less than this share."),
+    ] = 1e-4,
+    round_to: Annotated[
+        int, typer.Option("--round", metavar="N", help="Ranks are multiples of this.")
+    ] = 8,
     layer: Layers = None,
     dtype: Annotated[
         DtypeName, typer.Option(help="Of the converted model; auto: as saved.")
     ] = DtypeName.AUTO,
     device: Device = None,
-    seed: Annotated[
-        int, typer.Option(metavar="S", help="For solvers that start at random (tensorly's CP).")
-    ] = 0,
+    seed: Seed = 0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done, with exact parameter counts.")
     ] = False,
@@ -107,7 +130,6 @@ def convert(
     AutoModel*.from_pretrained(DIR).
     """
     from collabify.conversion import convert as run
-    from collabify.models import find_attention
     from collabify.storage import check_not_source, output_folder, save, versions
 
     if out is None and not dry_run:
@@ -117,20 +139,27 @@ def convert(
             check_not_source(out, model)
             folder = stack.enter_context(output_folder(out, overwrite=overwrite, keep=not dry_run))
         loaded, source = load_model(model, dtype.value, device)
-        with progress_bar("Converting", quiet=json) as advance:
-            total = len(layer or find_attention(loaded))
+        with progress_bar(quiet=json) as show:
             report = run(
                 loaded,
                 dk=dk,
+                kept=kept,
+                error=error,
                 method=method.value,
                 head_rank=head_rank,
+                channels=_channels(channels),
+                calibration=calibration,
+                samples=samples,
+                max_length=max_length,
+                processor=source.location,
                 solver=solver.value,
                 iterations=iterations,
                 tolerance=tol,
+                multiple=round_to,
                 layers=layer,
                 seed=seed,
                 dry_run=dry_run,
-                progress=lambda done: advance(total, f"error {done.relative_error or 0:.4f}"),
+                progress=show,
             )
         report = replace(
             report,
@@ -144,17 +173,40 @@ def convert(
     if json:
         typer.echo(report.to_json())
     else:
-        _print(report, out)
+        _print(report, out, calibration)
 
 
-def _print(report: "ConversionReport", out: Path | None) -> None:
-    from collabify.report import conversion_table, parameter_table
+def _channels(given: str | None) -> "int | Literal['all'] | None":
+    """A number of channels, or ``all``."""
+    if given is None or given == "all":
+        return given  # type: ignore[return-value]
+    if not given.isdigit():
+        raise OptionError(f"channels={given!r} must be a whole number or 'all'. Change --channels.")
+    return int(given)
+
+
+def _print(report: "ConversionReport", out: Path | None, calibration: str) -> None:
+    from collabify.report import conversion_table, parameter_table, percent
 
     print_table(*conversion_table(report), text=2)
     print_table(*parameter_table(report))
     if report.dry_run:
         typer.echo("Dry run: nothing was decomposed or written.")
         return
+    if report.calibration is None:
+        typer.echo("Errors are of the weights alone; --calibration measures them on tokens.")
+    else:
+        typer.echo(f"Calibrated on {report.calibration}.")
+    if report.drift is not None:
+        typer.echo(
+            f"On held-out samples: hidden states agree to {report.drift.hidden_cosine:.4f} "
+            f"(cosine), attention moved by {percent(round(report.drift.attention, 3))}."
+        )
+    if calibration == "synthetic":
+        typer.echo(
+            "Synthetic input stands in for data; a few hundred real samples keep more of the model "
+            "(README, Quality): --calibration FILE"
+        )
     typer.echo(f"Saved to {out}. To load it:")
     typer.echo("")
     typer.echo("    import collabify")

@@ -4,10 +4,11 @@
     Tucker  forms[h] ~ query^T core[h] key                      ri,hrc,cj -> hij
             core[h]  = sum_a mixing[h, a] core[a]               ha,arc -> hrc
 
-Norms, inner products and errors come from Gram matrices; no stack is built.
+A CP may keep ``k`` of the ``r`` channels in each head: then ``mixing`` is ``[h, k]``, beside their
+indices. Norms, inner products and errors come from Gram matrices; no stack is built.
 
 Axes: h head, d channel within a head, i query-side input, j key-side input, r and c shared rank,
-a rank of the head mode.
+a rank of the head mode, k channel that a head keeps.
 References: Kolda & Bader 2009; Cordonnier et al. 2020, section 4.
 """
 
@@ -16,7 +17,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from collabify.config import LayerConfig
@@ -47,14 +48,33 @@ class Factors(ABC):
     ) -> Float[Tensor, "b h t s"]:
         """Scores of targets ``x`` against sources ``y``, without scale and content bias."""
 
+    @abstractmethod
+    def key_term(self, x: Float[Tensor, "i"]) -> Float[Tensor, "h j"]:
+        """``stack[h]^T x``, as :meth:`HeadForms.key_term`."""
+
+    def transformed(self, matrix: Float[Tensor, "i i"]) -> "Factors":
+        """Factors of ``matrix^T stack[h] matrix``, for inputs that were multiplied by it before."""
+        tensors = self._tensors()
+        tensors |= {"query": self.query @ matrix, "key": self.key @ matrix}
+        return type(self)(**tensors)
+
     @property
     def num_parameters(self) -> int:
         """How many numbers the factors hold."""
-        return sum(tensor.numel() for tensor in self._tensors().values())
+        tensors = self._tensors().values()
+        return sum(tensor.numel() for tensor in tensors if tensor.is_floating_point())
 
     def to(self, target: torch.dtype | torch.device) -> "Factors":
         """The same factors in another dtype or on another device."""
-        return type(self)(**{name: tensor.to(target) for name, tensor in self._tensors().items()})
+        integers_stay = isinstance(target, torch.dtype)
+        return type(self)(
+            **{
+                name: tensor
+                if integers_stay and not tensor.is_floating_point()
+                else tensor.to(target)
+                for name, tensor in self._tensors().items()
+            }
+        )
 
     def relative_error(self, forms: HeadForms) -> float:
         """Frobenius norm of the difference over that of ``forms``.
@@ -77,33 +97,57 @@ class CPFactors(Factors):
     query, key
         Shared projections, ``[r, i]`` and ``[r, j]``.
     mixing
-        Weight of every shared channel in every head, ``[h, r]``.
+        Weight of every shared channel in every head, ``[h, r]``, or with ``channels`` of those
+        that the head keeps, ``[h, k]``.
+    channels
+        Which shared channels each head keeps, ``[h, k]``, distinct; ``None``: all.
     """
 
     query: Float[Tensor, "r i"]
     key: Float[Tensor, "r j"]
-    mixing: Float[Tensor, "h r"]
+    mixing: Float[Tensor, "h k"]
+    channels: Int[Tensor, "h k"] | None = None
+
+    def head_mixing(self) -> Float[Tensor, "h r"]:
+        """Weights of all shared channels, zero for those that a head does not keep."""
+        if self.channels is None:
+            return self.mixing
+        whole = self.mixing.new_zeros(len(self.mixing), len(self.query))
+        return whole.scatter(1, self.channels, self.mixing)
+
+    def keep(self, channels: int) -> "CPFactors":
+        """Only the ``channels`` that add most to each head, by the norm of what they add."""
+        mixing = self.head_mixing()
+        strength = mixing.abs() * self.query.norm(dim=1) * self.key.norm(dim=1)
+        kept = strength.topk(channels, dim=1).indices.sort(dim=1).values
+        return CPFactors(self.query, self.key, mixing.gather(1, kept), kept)
 
     def dense(self) -> Float[Tensor, "h i j"]:
         """``hr,ri,rj -> hij``."""
-        return torch.einsum("hr,ri,rj->hij", self.mixing, self.query, self.key)
+        return torch.einsum("hr,ri,rj->hij", self.head_mixing(), self.query, self.key)
 
     def squared_norm(self) -> Float[Tensor, ""]:
         """Sum of the elementwise product of the three Gram matrices."""
-        grams = (factor @ factor.T for factor in (self.query, self.key, self.mixing.T))
+        grams = (factor @ factor.T for factor in (self.query, self.key, self.head_mixing().T))
         return torch.stack(list(grams)).prod(0).sum()
 
     def inner(self, forms: HeadForms) -> Float[Tensor, ""]:
         """``sum_hr mixing[h, r] <query[r]^T key[r], forms[h]>``."""
         q = torch.einsum("hdi,ri->hdr", forms.w_q, self.query)
         k = torch.einsum("hdj,rj->hdr", forms.w_k, self.key)
-        return torch.einsum("hdr,hdr,hr->", q, k, self.mixing)
+        return torch.einsum("hdr,hdr,hr->", q, k, self.head_mixing())
+
+    def key_term(self, x: Float[Tensor, "i"]) -> Float[Tensor, "h j"]:
+        """``(mixing * (query x)) key``."""
+        return (self.head_mixing() * (self.query @ x)) @ self.key
 
     def logits(
         self, x: Float[Tensor, "b t i"], y: Float[Tensor, "b s j"]
     ) -> Float[Tensor, "b h t s"]:
         """``btr,hr,bsr -> bhts``."""
-        return torch.einsum("btr,hr,bsr->bhts", x @ self.query.T, self.mixing, y @ self.key.T)
+        return torch.einsum(
+            "btr,hr,bsr->bhts", x @ self.query.T, self.head_mixing(), y @ self.key.T
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +188,10 @@ class TuckerFactors(Factors):
     def inner(self, forms: HeadForms) -> Float[Tensor, ""]:
         """``sum_h <core[h], query forms[h] key^T>``."""
         return torch.sum(project(forms, self.query, self.key) * self.head_cores())
+
+    def key_term(self, x: Float[Tensor, "i"]) -> Float[Tensor, "h j"]:
+        """``(query x) core[h] key``."""
+        return torch.einsum("r,hrc,cj->hj", self.query @ x, self.head_cores(), self.key)
 
     def logits(
         self, x: Float[Tensor, "b t i"], y: Float[Tensor, "b s j"]
@@ -216,7 +264,10 @@ def empty_factors(layer: LayerConfig, *, num_heads: int, query_size: int, key_si
     with torch.device("meta"):
         query, key = torch.empty(rank, query_size), torch.empty(rank, key_size)
         if layer.form == "collaborative":
-            return CPFactors(query, key, torch.empty(heads, rank))
+            if layer.channels is None:
+                return CPFactors(query, key, torch.empty(heads, rank))
+            kept = heads, layer.channels
+            return CPFactors(query, key, torch.empty(kept), torch.empty(kept, dtype=torch.int64))
         if layer.head_rank is None:
             return TuckerFactors(query, key, torch.empty(heads, rank, rank))
         cores, mixing = (

@@ -33,7 +33,7 @@ def head_triplets(
     return values, (basis_q @ u).mT, v_t @ basis_k.mT
 
 
-def fit_head_svd(forms: HeadForms, rank: int) -> Decomposition:
+def fit_head_svd(forms: HeadForms, rank: int, *, channels: int | None = None) -> Decomposition:
     """Keep the ``rank`` strongest triplets over all heads.
 
     Parameters
@@ -42,8 +42,10 @@ def fit_head_svd(forms: HeadForms, rank: int) -> Decomposition:
         The heads.
     rank
         Triplets kept, between 1 and ``forms.full_rank``.
+    channels
+        Triplets that one head has at most, at least ``rank / h``; ``None``: any number.
     """
-    values, left, right = head_triplets(forms)
+    values, left, right = (part[:, :channels] for part in head_triplets(forms))
     strongest = (
         values.flatten().topk(rank).indices.sort().values
     )  # sorted: a head's channels stay together
@@ -53,4 +55,6 @@ def fit_head_svd(forms: HeadForms, rank: int) -> Decomposition:
     factors = CPFactors(
         root * left.flatten(0, 1)[strongest], root * right.flatten(0, 1)[strongest], mixing
     )
+    if channels is not None:
+        factors = factors.keep(min(channels, rank))
     return Decomposition(factors, (factors.relative_error(forms),), converged=True)

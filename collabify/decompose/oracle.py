@@ -26,7 +26,7 @@ from collabify.forms import HeadForms
 
 
 def fit_cp_tensorly(
-    forms: HeadForms, rank: int, *, iterations: int = 100, tolerance: float = 1e-5, seed: int = 0
+    forms: HeadForms, rank: int, *, iterations: int = 100, tolerance: float = 1e-4, seed: int = 0
 ) -> Decomposition:
     """Run ``parafac`` from a random start; parameters as :func:`collabify.decompose.cp.fit_cp`."""
     if not forms.squared_norms().any():
@@ -51,7 +51,7 @@ def fit_tucker_tensorly(
     *,
     head_rank: int | None = None,
     iterations: int = 100,
-    tolerance: float = 1e-5,
+    tolerance: float = 1e-4,
     seed: int = 0,
 ) -> Decomposition:
     """Run ``tucker`` (HOOI); parameters as :func:`collabify.decompose.tucker.fit_tucker`."""

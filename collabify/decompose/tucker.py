@@ -31,7 +31,7 @@ def fit_tucker(
     *,
     head_rank: int | None = None,
     iterations: int = 100,
-    tolerance: float = 1e-5,
+    tolerance: float = 1e-4,
 ) -> Decomposition:
     """Fit subspaces of ``rank`` channels that all heads share, on both sides.
 

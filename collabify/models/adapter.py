@@ -115,6 +115,12 @@ class AttentionSite:
         """Whether the layer already has a shared form."""
         return isinstance(self.module, SharedAttention)
 
+    def factor_tensors(self) -> list[tuple[str, Tensor]]:
+        """What a conversion gave the module, by name: projections, mixing, cores, indices."""
+        shared = tuple(f"{name}." for name in (self.adapter.layout.query, self.adapter.layout.key))
+        tensors = self.module.state_dict(keep_vars=True).items()
+        return [(name, t) for name, t in tensors if "." not in name or name.startswith(shared)]
+
     @property
     def query_key_parameters(self) -> int:
         """Numbers in the query-key part now."""

@@ -1,0 +1,266 @@
+"""What a conversion will do, checked before anything is touched: options, layers, ranks, counts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+
+from collabify.config import ConversionConfig, Form, LayerConfig
+from collabify.decompose.budget import pooled_strengths, ranks_for_error, ranks_within
+from collabify.decompose.head_svd import head_triplets
+from collabify.errors import (
+    AlreadyConvertedError,
+    LayerError,
+    NonFiniteError,
+    OptionError,
+    RankError,
+)
+from collabify.forms import HeadForms
+from collabify.models import AttentionSite, find_attention
+from collabify.results import ParameterCount
+
+Method = Literal["cp", "tucker", "head-svd"]
+Solver = Literal["factored", "tensorly"]
+FORM_OF: dict[str, Form] = {"cp": "collaborative", "tucker": "tucker", "head-svd": "collaborative"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for, as :func:`collabify.convert` documents it.
+
+    Raises
+    ------
+    OptionError
+        Where no model could accept it.
+    """
+
+    dk: int | None
+    kept: float | None
+    error: float | None
+    method: str
+    head_rank: int | None
+    channels: int | Literal["all"] | None
+    solver: str
+    iterations: int
+    tolerance: float
+    multiple: int
+
+    def __post_init__(self) -> None:
+        sizes = {"dk": self.dk, "kept": self.kept, "error": self.error}
+        given = [name for name, value in sizes.items() if value is not None]
+        if len(given) != 1:
+            raise OptionError(
+                f"{' and '.join(given) or 'no size'} given, exactly one of --dk, --kept and "
+                "--error must be. Say how small the model is to be in one way."
+            )
+        self._check_choices()
+        self._check_numbers()
+
+    def _check_choices(self) -> None:
+        if self.method not in FORM_OF:
+            raise OptionError(
+                f"method={self.method!r} must be one of {', '.join(get_args(Method))}. "
+                "Change --method."
+            )
+        if self.solver not in get_args(Solver):
+            raise OptionError(
+                f"solver={self.solver!r} must be one of {', '.join(get_args(Solver))}. "
+                "Change --solver."
+            )
+        if self.head_rank is not None and self.method != "tucker":
+            raise OptionError(
+                f"head_rank={self.head_rank} goes with method='tucker' only, not {self.method!r}. "
+                "Leave out --head-rank or use --method tucker."
+            )
+        if self.solver == "tensorly" and self.method == "head-svd":
+            raise OptionError(
+                "solver='tensorly' has no method 'head-svd', which needs none. Leave out --solver."
+            )
+        if isinstance(self.channels, int) and (self.method == "tucker" or self._tensorly):
+            raise OptionError(
+                f"channels={self.channels} goes with method='cp' or 'head-svd' "
+                "and our solver only. Leave out --channels."
+            )
+
+    def _check_numbers(self) -> None:
+        if isinstance(self.channels, int) and self.channels < 1:
+            raise OptionError(f"channels={self.channels} must be at least 1. Raise --channels.")
+        if isinstance(self.channels, str) and self.channels != "all":
+            raise OptionError(
+                f"channels={self.channels!r} must be a whole number or 'all'. Change --channels."
+            )
+        if self.iterations < 1:
+            raise OptionError(
+                f"iterations={self.iterations} must be at least 1. Raise --iterations."
+            )
+        if not 0 <= self.tolerance < 1:
+            raise OptionError(
+                f"tolerance={self.tolerance} must be at least 0 and below 1: it is a share of the "
+                "error. Change --tol."
+            )
+        if self.multiple < 1:
+            raise OptionError(f"round={self.multiple} must be at least 1. Raise --round.")
+        if self.kept is not None and not 0 < self.kept <= 1:
+            raise OptionError(
+                f"kept={self.kept} must be above 0 and at most 1: it is a share of the query-key "
+                "parameters. Write 0.5 for half."
+            )
+        if self.error is not None and not 0 < self.error < 1:
+            raise OptionError(
+                f"error={self.error} must be above 0 and below 1: it is a relative error. "
+                "Change --error."
+            )
+
+    @property
+    def _tensorly(self) -> bool:
+        return self.solver == "tensorly"
+
+    def plan(
+        self, sites: Sequence[AttentionSite], forms: Mapping[int, HeadForms] | None = None
+    ) -> ConversionConfig:
+        """Every layer's form and sizes, checked against its heads.
+
+        Parameters
+        ----------
+        sites
+            The layers to convert.
+        forms
+            Their heads by index, where ranks are to be chosen: in the calibrated space, if any.
+
+        Raises
+        ------
+        RankError
+            Where a size does not fit a layer.
+        """
+        ranks = [self.dk or 0] * len(sites)
+        if self.dk is None:
+            if forms is None:
+                raise ValueError("choosing ranks takes the heads")
+            ranks = self._choose(sites, [forms[site.index] for site in sites])
+        return ConversionConfig(
+            tuple(self._layer(site, rank) for site, rank in zip(sites, ranks, strict=True))
+        )
+
+    def _layer(self, site: AttentionSite, rank: int) -> LayerConfig:
+        heads = site.num_heads
+        largest = self._largest(site)
+        if not 1 <= rank <= largest:
+            raise RankError(
+                f"dk={rank} must be between 1 and {largest} for {site.name!r} ({heads} heads of "
+                f"{site.head_dim}). {'Lower' if rank > largest else 'Raise'} --dk."
+            )
+        if self.head_rank is not None and not 1 <= self.head_rank <= heads:
+            raise RankError(
+                f"head_rank={self.head_rank} must be between 1 and {heads}, the heads of "
+                f"{site.name!r}. Change --head-rank, or leave it out for a core per head."
+            )
+        form = FORM_OF[self.method]
+        return LayerConfig(site.index, form, rank, self.head_rank, self._channels(site, rank))
+
+    def _largest(self, site: AttentionSite) -> int:
+        return min(site.full_rank, site.width) if self.method == "tucker" else site.full_rank
+
+    def _channels(self, site: AttentionSite, rank: int) -> int | None:
+        """Channels that a head keeps: with its content bias as wide as its values, if that fits."""
+        if self.method == "tucker" or self._tensorly or self.channels == "all":
+            return None
+        if isinstance(self.channels, int):
+            if self.channels * site.num_heads < rank:
+                raise RankError(
+                    f"channels={self.channels} must be at least {-(-rank // site.num_heads)} for "
+                    f"{site.name!r}, so that its {site.num_heads} heads can use dk={rank}. "
+                    "Raise --channels or lower --dk."
+                )
+            return min(self.channels, rank)
+        kept = site.head_dim - 1
+        return min(kept if rank <= kept * site.num_heads else site.head_dim, rank)
+
+    def _choose(self, sites: Sequence[AttentionSite], forms: Sequence[HeadForms]) -> list[int]:
+        """Ranks across layers for ``kept`` or ``error``."""
+        strengths = [
+            pooled_strengths(head_triplets(heads)[0], heads.scale)[: self._largest(site)]
+            for site, heads in zip(sites, forms, strict=True)
+        ]
+        if self.error is not None:
+            return ranks_for_error(strengths, self.error, multiple=self.multiple)
+        if self.method == "tucker":
+            raise OptionError(
+                "kept goes with methods whose parameters grow evenly with the rank, not 'tucker'. "
+                "Use --dk or --error."
+            )
+        dense = self.channels == "all" or self._tensorly
+        mixing = 0 if dense else self.channels or max(site.head_dim for site in sites)
+        fixed = sum(site.num_heads * (site.width + int(mixing)) for site in sites)
+        before = sum(site.query_key_parameters for site in sites)
+        costs = [2 * site.width + dense * site.num_heads for site in sites]
+        budget = round((self.kept or 0) * before) - fixed
+        ranks = ranks_within(strengths, costs, budget, multiple=self.multiple)
+        least = fixed + sum(rank * cost for rank, cost in zip(ranks, costs, strict=True))
+        if least > budget + fixed:
+            raise RankError(
+                f"kept={self.kept} must be at least {least / before:.3f} for these {len(sites)} "
+                f"layers, with {self.multiple} channels each and content biases. Raise --kept."
+            )
+        return ranks
+
+
+def select(
+    sites: Sequence[AttentionSite], layers: Sequence[int] | None
+) -> tuple[AttentionSite, ...]:
+    """The layers asked for, in the model's order, none of them converted before.
+
+    Raises
+    ------
+    LayerError, AlreadyConvertedError
+    """
+    for index in layers or ():
+        if not 0 <= index < len(sites):
+            raise LayerError(
+                f"layer={index} must be between 0 and {len(sites) - 1}: "
+                f"the model has {len(sites)} distinct attention layers. Change --layer."
+            )
+    chosen = tuple(site for site in sites if layers is None or site.index in layers)
+    for site in chosen:
+        if site.converted:
+            raise AlreadyConvertedError(
+                f"{site.name!r} was converted before. Take the original model instead."
+            )
+    return chosen
+
+
+def check_finite(model: nn.Module) -> None:
+    """Refuse a model with NaN or infinite weights, and name the first.
+
+    Raises
+    ------
+    NonFiniteError
+    """
+    for name, parameter in model.named_parameters():
+        bad = int((~torch.isfinite(parameter)).sum())
+        if bad:
+            raise NonFiniteError(
+                f"{bad} of the {parameter.numel()} numbers of {name!r} are NaN or infinite; "
+                "all must be finite. "
+                "Take a checkpoint from before training diverged."
+            )
+
+
+def count(
+    model: nn.Module, sites: Sequence[AttentionSite], plan: ConversionConfig
+) -> tuple[ParameterCount, ParameterCount, ParameterCount]:
+    """Parameters of query-key, attention and the whole model before and after."""
+    everything = find_attention(model)
+    query_key = sum(site.query_key_parameters for site in everything)
+    value_output = sum(site.value_output_parameters for site in everything)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    change = 0
+    for site, layer in zip(sites, plan.layers, strict=True):
+        after = site.empty_factors(layer).num_parameters + site.num_heads * site.width
+        change += after - site.query_key_parameters
+    return (
+        ParameterCount(query_key, query_key + change),
+        ParameterCount(query_key + value_output, query_key + value_output + change),
+        ParameterCount(whole, whole + change),
+    )
