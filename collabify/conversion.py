@@ -139,8 +139,6 @@ def convert(
     if not (dry_run and dk is not None):
         data = load(model, calibration, samples, max_length, seed, processor)
     spaces = whitenings(model, sites, data, progress)
-    if dk is not None and method != "tucker":  # at full width nothing is lost, and less rounded
-        spaces = {site.index: spaces[site.index] for site in sites if site.index in spaces and dk < site.full_rank}
     heads = {site.index: _whitened(site, spaces, device) for site in sites} if dk is None else None
     plan = request.plan(sites, heads)
 
@@ -177,6 +175,8 @@ def share(
 ) -> tuple[Factors, Float[Tensor, "h j"], LayerReport]:
     """One layer's heads in shared form, with the content bias that goes with it."""
     start = time.perf_counter()
+    if request.is_exact(site, layer.rank):
+        spaces = {}  # nothing is lost in any space, and less is rounded in this one
     forms = _read(site, device)
     found = _decompose(_whitened(site, spaces, device), layer, request, seed)
     factors, content = found.factors, forms.content

@@ -143,6 +143,11 @@ class Request:
             tuple(self._layer(site, rank) for site, rank in zip(sites, ranks, strict=True))
         )
 
+    def is_exact(self, site: AttentionSite, rank: int) -> bool:
+        """Whether a layer of this rank is the original."""
+        factored = self.solver == "factored" and self.head_rank is None
+        return factored and self.channels is None and rank == self._largest(site)
+
     def _layer(self, site: AttentionSite, rank: int) -> LayerConfig:
         heads = site.num_heads
         largest = self._largest(site)

@@ -209,7 +209,7 @@ def test_some_layers_only(tmp_path: Path) -> None:
 # What a damaged folder says.
 
 
-OWN = {name: ("mixing",) for name in ("cp", "cp-all", "head-svd")} | {"tucker": ("core",)}
+OWN = dict.fromkeys(("cp", "cp-all", "head-svd"), ("mixing",)) | {"tucker": ("core",)}
 OWN |= {"tucker-heads": ("mixing", "core")}
 
 

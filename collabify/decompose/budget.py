@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def ranks_within(
-    strengths: Sequence[Float[Tensor, "n"]],
+    strengths: Sequence[Float[Tensor, "_"]],
     costs: Sequence[int],
     budget: int,
     *,
@@ -58,7 +58,7 @@ def ranks_within(
 
 
 def ranks_for_error(
-    strengths: Sequence[Float[Tensor, "n"]],
+    strengths: Sequence[Float[Tensor, "_"]],
     error: float,
     *,
     smallest: int = 8,
