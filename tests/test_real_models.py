@@ -62,7 +62,7 @@ def test_minilm_is_itself_at_full_width(minilm: Any, form: dict[str, Any], kerne
     model.set_attn_implementation(kernel)
     with torch.no_grad():
         before = run(model, batch)
-        report = convert(model, dk=384, **form)
+        report = convert(model, dk=384, calibration="none", **form)
         assert_close(run(model, batch), before, "trained")
     assert len(report.layers) == 6
     assert report.mean_relative_error is not None
@@ -87,7 +87,8 @@ def others(
             batch, full_rank = batch_for(model), find_attention(model)[0].full_rank
             with torch.no_grad():
                 original = model(**batch)[0]
-                convert(model, dk=full_rank if width == "full" else full_rank // 2, iterations=2)
+                dk = full_rank if width == "full" else full_rank // 2
+                convert(model, dk=dk, calibration="none", iterations=2)
                 with storage.output_folder(root / width) as folder:
                     storage.save(model, folder)
                 here[width] = aligned(model)(**batch)[0]
@@ -119,7 +120,7 @@ def test_others_give_the_same_bits_elsewhere(name: str, others: Any) -> None:
 def test_pipeline_takes_a_converted_folder(minilm: Any, tmp_path: Path) -> None:
     folder, tokenizer, _ = minilm
     model, source = storage.load(str(folder))
-    convert(model, dk=192, iterations=2)
+    convert(model, dk=192, calibration="none", iterations=2)
     with storage.output_folder(tmp_path / "out") as new:
         storage.save(model, new, source=source)
     extract = transformers.pipeline("feature-extraction", model=str(tmp_path / "out"))
