@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from collabify.errors import NonFiniteError
 from collabify.forms import HeadForms
 
-# Share of the largest eigenvalue below which a direction counts as this much. Chosen by the sweep
-# in benchmarks/quality/floor.py: flat from 1e-8 to 1e-4 on real text, worse on both sides.
+# Share of the largest eigenvalue that every direction counts at least.
 EIGENVALUE_FLOOR = 1e-6
 
 
@@ -72,9 +71,9 @@ class MomentSum:
 
     def moments(self) -> Moments:
         """What the tokens so far amount to, on the CPU."""
-        offset = self.total.double().cpu() / self.count
-        covariance = self.products.double().cpu() / self.count - torch.outer(offset, offset)
-        return Moments(self.count, self.shift.double().cpu() + offset, covariance)
+        offset = self.total.cpu().double() / self.count
+        covariance = self.products.cpu().double() / self.count - torch.outer(offset, offset)
+        return Moments(self.count, self.shift.cpu().double() + offset, covariance)
 
 
 @dataclass(frozen=True, eq=False)

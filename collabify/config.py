@@ -71,6 +71,8 @@ class ConversionConfig:
             )
         try:
             layers = tuple(_layer(layer) for layer in record["layers"])
+            if len({layer.index for layer in layers}) < len(layers):
+                raise ValueError("a layer twice")
         except CheckpointError:
             raise
         except (KeyError, TypeError, ValueError) as error:
@@ -97,4 +99,7 @@ def _layer(record: Any) -> LayerConfig:
         value = record.get(name) if optional else record[name]
         if not (optional and value is None) and (type(value) is not int or value < smallest):
             raise ValueError(f"{name}={value!r} must be a whole number from {smallest}")
-    return LayerConfig(**record)
+    layer = LayerConfig(**record)
+    if layer.channels is not None and layer.channels > layer.rank:
+        raise ValueError(f"channels={layer.channels} above rank={layer.rank}")
+    return layer

@@ -106,10 +106,11 @@ def convert(
     seed
         For calibration samples, and for solvers that start at random (tensorly's ``parafac``).
     device
-        Where to decompose; by default where the weights are. In float64, except where the device
-        has none (mps).
+        Where to decompose; by default where the weights are. On mps, which has no float64, the CPU
+        does it.
     dry_run
-        Only say what would be done: nothing is decomposed, the model is left alone.
+        Only say what would be done: no factors are fitted, the model is left alone. With ``dk``
+        nothing is calibrated either.
     progress
         Called with a stage, what is done of it, out of how much, and a few words.
 
@@ -159,8 +160,14 @@ def convert(
         drift = _install(model, found, plan, data)
     options: dict[str, Any] = {"dk": dk, "kept": kept, "error": error, "head_rank": head_rank}
     options |= {"channels": channels, "iterations": iterations, "tolerance": tolerance}
-    options |= {"samples": samples, "max_length": max_length, "multiple": multiple}
-    options |= {"layers": [site.index for site in sites], "seed": seed}
+    given = calibration if isinstance(calibration, str | None) else type(calibration).__name__
+    options |= {
+        "calibration": given,
+        "samples": samples,
+        "max_length": max_length,
+        "multiple": multiple,
+    }
+    options |= {"layers": [site.index for site in sites], "seed": seed, "multiple": multiple}
     seen = None if data is None else data.description
     return ConversionReport(method, solver, tuple(reports), *counts, dry_run, options, seen, drift)
 
@@ -349,9 +356,9 @@ def whitenings(
 
 
 def _read(site: AttentionSite, device: torch.device | str | None) -> HeadForms:
-    """A layer's heads in float64 where there is one: see :mod:`collabify.decompose.cp`."""
+    """A layer's heads in float64, for the reason given in :mod:`collabify.decompose.cp`."""
     where = torch.device(device or site.query.weight.device)
-    return site.read(dtype=torch.float32 if where.type == "mps" else torch.float64, device=where)
+    return site.read(device="cpu" if where.type == "mps" else where)
 
 
 def _whitened(

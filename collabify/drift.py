@@ -38,13 +38,13 @@ def measure_drift(
                 for model in (original, converted)
             )
             mask = batch.get("attention_mask")
-            h, g = (_real(o.last_hidden_state, mask).double() for o in (old, new))
+            h, g = (_real(o.last_hidden_state, mask).cpu().double() for o in (old, new))
             cosine += float(nn.functional.cosine_similarity(h, g, dim=-1).sum())
             squared += float(h.square().sum())
             difference += float((h - g).square().sum())
             tokens += len(h)
             for p, q in zip(old.attentions, new.attentions, strict=True):
-                distance = (p - q).abs().sum(-1).double().mean(1) / 2  # b t
+                distance = (p - q).abs().sum(-1).cpu().double().mean(1) / 2  # b t
                 variation += float(_real(distance, mask).sum())
                 targets += len(h)
     return Drift(cosine / tokens, (difference / squared) ** 0.5, variation / targets)
@@ -57,7 +57,7 @@ def base_model(model: nn.Module) -> nn.Module:
 
 def _real(x: Tensor, mask: Tensor | None) -> Tensor:
     """The rows of real tokens, ``[n, ...]``."""
-    return x.flatten(0, 1) if mask is None else x[mask.bool()]
+    return x.flatten(0, 1) if mask is None else x[mask.bool().to(x.device)]
 
 
 @contextmanager

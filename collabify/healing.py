@@ -1,6 +1,6 @@
 """Healing: win back what a conversion lost, without labels.
 
-    loss = mean_l  sum_t |h_l[t] - h~_l[t]|^2  /  sum_t |h_l[t]|^2
+    loss = sum_lt |h_l[t] - h~_l[t]|^2  /  sum_lt |h_l[t]|^2
 
 Only what the conversion made is trained (shared queries and keys with their content rows, mixing,
 cores), so that the hidden states ``h~`` after every layer follow those of the original, ``h``, on
@@ -386,8 +386,14 @@ def squares(
 
 
 def relative(sums: Float[Tensor, "2 l"]) -> Float[Tensor, ""]:
-    """The loss: the mean over layers of the quotient."""
-    return (sums[0] / sums[1].clamp(min=torch.finfo(sums.dtype).tiny)).mean()
+    """The loss: the quotient over all layers together.
+
+    So layers count by their norms, as in a plain mean of squares. Measured on minilm-l6 at D̃k = 128
+    (150 steps of 32 RTE premises), mean cosine of sentence embeddings to the original's: 0.9766
+    before, 0.9917 so, 0.9912 with the mean over layers of each one's quotient.
+    """
+    total = sums.sum(dim=1)
+    return total[0] / total[1].clamp(min=torch.finfo(sums.dtype).tiny)
 
 
 def _mask(batch: Batch) -> Bool[Tensor, "b t"] | None:

@@ -214,7 +214,7 @@ class Request:
 def select(
     sites: Sequence[AttentionSite], layers: Sequence[int] | None
 ) -> tuple[AttentionSite, ...]:
-    """The layers asked for, in the model's order, none of them converted before.
+    """The layers asked for, in the model's order, of a model that was not converted before.
 
     Raises
     ------
@@ -227,7 +227,9 @@ def select(
                 f"the model has {len(sites)} distinct attention layers. Change --layer."
             )
     chosen = tuple(site for site in sites if layers is None or site.index in layers)
-    for site in chosen:
+    if not chosen:
+        raise LayerError(f"layers={layers!r} must name at least one layer. Leave it out for all.")
+    for site in sites:
         if site.converted:
             raise AlreadyConvertedError(
                 f"{site.name!r} was converted before. Take the original model instead."

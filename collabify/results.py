@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -20,6 +21,15 @@ def directions(energy: Sequence[float], level: float) -> int:
         Share of energy, in (0, 1].
     """
     return next((n for n, share in enumerate(energy, start=1) if share >= level), len(energy))
+
+
+def finite(record: Any) -> Any:
+    """The same record with ``None`` for NaN and infinity, which JSON does not have."""
+    if isinstance(record, dict):
+        return {key: finite(value) for key, value in record.items()}
+    if isinstance(record, list | tuple):
+        return [finite(value) for value in record]
+    return None if isinstance(record, float) and not math.isfinite(record) else record
 
 
 @dataclass(frozen=True)
@@ -162,7 +172,7 @@ class ConversionReport:
 
     def to_json(self) -> str:
         """:meth:`to_dict`, indented."""
-        return json.dumps(self.to_dict(), indent=2)
+        return json.dumps(finite(self.to_dict()), indent=2, allow_nan=False)
 
 
 @dataclass(frozen=True)
@@ -281,11 +291,12 @@ class AnalysisReport:
     revision: str | None = None
 
     def reading(self, level: float | None = None) -> str:
-        """One line for a person, at the first level unless told."""
+        """One line for a person, at the first level unless told; calibrated where it can be."""
         level = self.levels[0] if level is None else level
-        first = self.layers[0]
-        alone = sum(layer.heads_alone(level) for layer in self.layers) / len(self.layers)
-        together = sum(layer.together(level) for layer in self.layers) / len(self.layers)
+        layers = self.calibrated or self.layers
+        first = layers[0]
+        alone = sum(layer.heads_alone(level) for layer in layers) / len(layers)
+        together = sum(layer.together(level) for layer in layers) / len(layers)
         of_head, of_layer = len(first.heads[0].energy), len(first.query_side.energy)
         pays = together / of_layer < 0.9 * alone / of_head
         verdict = "sharing pays" if pays else "the heads have little in common"
@@ -312,7 +323,7 @@ class AnalysisReport:
 
     def to_json(self) -> str:
         """:meth:`to_dict`, indented."""
-        return json.dumps(self.to_dict(), indent=2)
+        return json.dumps(finite(self.to_dict()), indent=2, allow_nan=False)
 
 
 @dataclass(frozen=True)
@@ -326,8 +337,8 @@ class HealingReport:
     steps, best_step
         Steps taken, and after which the model was best on held-out samples; 0: never.
     loss_before, loss_after
-        Squared distance of the hidden states to the original's over the square of those, mean over
-        layers, on held-out samples.
+        Squared distance of the hidden states to the original's over the square of those, all layers
+        together, on held-out samples.
     drift_before, drift_after
         From the original to the model, on the same samples.
     curve
@@ -368,4 +379,4 @@ class HealingReport:
 
     def to_json(self) -> str:
         """:meth:`to_dict`, indented."""
-        return json.dumps(self.to_dict(), indent=2)
+        return json.dumps(finite(self.to_dict()), indent=2, allow_nan=False)

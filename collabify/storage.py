@@ -5,7 +5,9 @@ with output_folder(out) as folder:
     save(model, folder, source=source)
 """
 
+import errno
 import importlib.util
+import json
 import platform
 import shutil
 import tempfile
@@ -25,6 +27,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from collabify.config import QUANT_METHOD
 from collabify.errors import (
     CheckpointError,
     CollabifyError,
@@ -83,6 +86,11 @@ class Source:
     revision: str | None = None
 
     @property
+    def record(self) -> str:
+        """As a report names it, so that it can be found again from anywhere."""
+        return str(Path(self.location).resolve()) if Path(self.name).is_dir() else self.name
+
+    @property
     def is_folder(self) -> bool:
         """Whether the files are in a local folder."""
         return Path(self.location).is_dir()
@@ -117,10 +125,9 @@ def load(
     source = replace(source, revision=getattr(config, "_commit_hash", None))
     auto: Any = transformers.AutoModel
     known = [getattr(transformers, arch, None) for arch in config.architectures or ()]
-    cls = next((c for c in known if c is not None), auto)
-    if not hasattr(config, "quantization_config"):
-        with torch.device("meta"):
-            find_attention(auto.from_config(config))  # refuses before gigabytes are read
+    models = [c for c in known if isinstance(c, type) and issubclass(c, PreTrainedModel)]
+    cls: Any = models[0] if models else auto
+    _check_config(name, config)
     try:
         model, info = cls.from_pretrained(
             source.location, config=config, dtype=dtype, output_loading_info=True
@@ -135,7 +142,9 @@ def load(
             f"{name!r} has a config.json but no weights that can be read ({first_line(error)}). "
             "Give a folder with model.safetensors."
         ) from error
-    except RuntimeError as error:
+    except CollabifyError:
+        raise
+    except Exception as error:  # whatever the parsers of a damaged file raise
         raise CheckpointError(
             f"The weights of {name!r} do not fit its config.json ({first_line(error)}). "
             "Download or copy both again."
@@ -150,6 +159,35 @@ def load(
     return model.to(device) if device else model, source
 
 
+def _check_config(name: str, config: Any) -> None:
+    """Refuse what the configuration alone rules out, before gigabytes are read."""
+    quantised: Any = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        if method != QUANT_METHOD:
+            raise UnsupportedModelError(
+                f"The weights of {name!r} are quantised (quant_method={str(method)!r}); they must "
+                "be in floating point. Take the model that was quantised."
+            )
+        return
+    auto: Any = transformers.AutoModel
+    try:
+        with torch.device("meta"):
+            skeleton = auto.from_config(config)
+    except Exception as error:  # whatever its modules raise on sizes that do not fit
+        raise UnsupportedModelError(
+            f"transformers cannot build {name!r} from its config.json ({first_line(error)}). "
+            f"Supported: {', '.join(supported_model_types())}."
+        ) from error
+    find_attention(skeleton)
+
+
+def cast_to(model: PreTrainedModel, dtype: str) -> None:
+    """Cast a model in place to a dtype by name; ``auto`` leaves it as it is."""
+    if dtype != "auto":
+        model.to(getattr(torch, dtype))
+
+
 def check_device(device: str | None) -> None:
     """Refuse a device that torch cannot use here.
 
@@ -158,7 +196,8 @@ def check_device(device: str | None) -> None:
     OptionError
     """
     try:
-        torch.empty(0, device=device or "cpu")
+        if torch.empty(0, device=device or "cpu").is_meta:
+            raise RuntimeError("it holds no numbers")
     except (RuntimeError, AssertionError) as error:
         raise OptionError(
             f"device={device!r} must be one that torch can use here ({first_line(error)}). "
@@ -199,7 +238,7 @@ def _load_config(source: Source) -> Any:
             f"({first_line(error)}). "
             "Give a folder, a Hub id, or 'demo'."
         ) from error
-    except ValueError as error:
+    except Exception as error:  # whatever its configuration classes raise
         raise UnsupportedModelError(
             f"transformers does not know the configuration of {source.name!r} "
             f"({first_line(error)}). "
@@ -254,13 +293,16 @@ def output_folder(out: Path, *, overwrite: bool = False, keep: bool = True) -> I
             raise OutputError(
                 f"{str(out)!r} exists and is not empty. Choose another --out or pass --overwrite."
             )
-        if not (out / "config.json").is_file():
+        if not _is_model(out):
             raise OutputError(
-                f"{str(out)!r} is not a model's folder (no config.json), so it is not overwritten. "
+                f"{str(out)!r} is not a model's folder (config.json and weights), so it is not "
+                "overwritten. "
                 "Choose another --out."
             )
-    out = out.absolute()
-    base = next(parent for parent in out.parents if parent.is_dir())
+    out = out.resolve()
+    base = next(parent for parent in out.parents if parent.exists())
+    if not base.is_dir():
+        raise OutputError(f"{str(base)!r} is a file; it must be a folder. Choose another --out.")
     try:
         scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=base))
     except OSError as error:
@@ -271,21 +313,53 @@ def output_folder(out: Path, *, overwrite: bool = False, keep: bool = True) -> I
         folder = scratch / "new"
         folder.mkdir()
         yield folder
-        if not keep:
-            return
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if out.is_dir():
-            out.rename(scratch / "old")
-        folder.rename(out)
+        if keep:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            _swap(folder, out, scratch / "old")
     except CollabifyError:
         raise
     except OSError as error:
+        if error.errno not in _NOT_WRITTEN:
+            raise
         raise OutputError(
-            f"{str(out)!r} could not be written ({first_line(error)}). "
+            f"{str(out)!r} could not be written ({error.strerror or first_line(error)}). "
             "Free space or choose another --out."
         ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+_NOT_WRITTEN = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.ENOSPC,
+    errno.EPERM,
+    errno.EROFS,
+}
+
+
+def _swap(new: Path, out: Path, old: Path) -> None:
+    """Put ``new`` where ``out`` is; whatever interrupts it, one of the two is there afterwards."""
+    if out.is_dir():
+        out.rename(old)
+    try:
+        new.rename(out)
+    except BaseException:
+        if old.is_dir() and not out.exists():
+            old.rename(out)
+        raise
+
+
+def _is_model(folder: Path) -> bool:
+    """Whether a folder is a model's, so that it may be replaced."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    weights = (*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin"))
+    return isinstance(config, dict) and "model_type" in config and bool(weights)
 
 
 def save(
@@ -311,7 +385,7 @@ def save(
     try:
         model.save_pretrained(folder)
     except SafetensorError as error:
-        raise OSError(first_line(error)) from error
+        raise OSError(errno.EIO, first_line(error)) from error
     if source is not None:
         _copy_companions(source, folder)
     if report is not None:

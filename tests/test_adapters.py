@@ -124,7 +124,7 @@ def test_exact_factors_return_the_same_attention(name: str, form: str) -> None:
         assert_close(actual, expected, "exact")
 
 
-@every_form
+@pytest.mark.parametrize("form", LOW)
 @every_model
 def test_low_rank_is_what_its_factors_say(name: str, form: str) -> None:
     tiny = TINY[name]

@@ -331,18 +331,25 @@ def test_demo_without_its_package(monkeypatch: Any) -> None:
 # Writing: whole, or not at all.
 
 
-def write(out: Path, text: str = "{}", *, stop: Any = None, **options: Any) -> None:
+def write(out: Path, note: str = "", *, stop: Any = None, **options: Any) -> None:
+    """What looks like a model's folder."""
     with storage.output_folder(out, **options) as folder:
         assert folder.is_dir()
         assert not list(folder.iterdir())
-        (folder / "config.json").write_text(text)
+        (folder / "config.json").write_text(json.dumps({"model_type": "bert", "note": note}))
+        (folder / "model.safetensors").touch()
         if stop is not None:
             raise stop
 
 
+def note_in(out: Path) -> str:
+    return json.loads((out / "config.json").read_text())["note"]
+
+
 def test_output_appears_whole_with_its_parents(tmp_path: Path, monkeypatch: Any) -> None:
     write(tmp_path / "a" / "b" / "c")
-    assert [path.name for path in (tmp_path / "a" / "b" / "c").iterdir()] == ["config.json"]
+    written = sorted(path.name for path in (tmp_path / "a" / "b" / "c").iterdir())
+    assert written == ["config.json", "model.safetensors"]
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty")
     monkeypatch.chdir(tmp_path)
@@ -362,7 +369,7 @@ def test_nothing_stays_of_a_failure(
     with pytest.raises(stop):
         write(out, "new", overwrite=exists, stop=stop)
     assert sorted(tmp_path.rglob("*")) == before
-    assert not exists or (out / "config.json").read_text() == "old"
+    assert not exists or note_in(out) == "old"
 
 
 def test_only_checked(tmp_path: Path) -> None:
@@ -376,11 +383,11 @@ def test_overwriting(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"exists and is not empty\. .* --overwrite\.$"):
         write(tmp_path / "out")
     write(tmp_path / "out", "new", overwrite=True)
-    assert (tmp_path / "out" / "config.json").read_text() == "new"
+    assert note_in(tmp_path / "out") == "new"
     assert not (tmp_path / "out" / "extra").exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
-    with pytest.raises(OutputError, match=r"not a model's folder \(no config.json\)"):
+    with pytest.raises(OutputError, match=r"not a model's folder"):
         write(tmp_path / "mine", overwrite=True)
     with pytest.raises(OutputError, match="is a file; it must be a folder"):
         write(tmp_path / "mine" / "thesis.tex", overwrite=True)
@@ -389,10 +396,9 @@ def test_overwriting(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), PermissionError("no\nway")]
-)
-def test_disk_errors(tmp_path: Path, error: OSError) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EIO], ids=errno.errorcode.get)
+def test_disk_errors(tmp_path: Path, number: int) -> None:
+    error = OSError(number, os.strerror(number))
     with pytest.raises(OutputError, match=r"could not be written \(.*\)\. Free space") as caught:
         write(tmp_path / "out", stop=error)
     assert "\n" not in str(caught.value)

@@ -32,6 +32,8 @@ LOW: Mapping[str, dict[str, Any]] = {
     | ({"head_rank": LOW_HEAD_RANK} if "head_rank" in form else {})
     for name, form in FORMS.items()
 }
+# So few channels a head that its query and key are filled up to the width of its values.
+LOW = {**LOW, "cp-few": LOW["cp"] | {"channels": 4}}
 
 
 @dataclass(frozen=True)

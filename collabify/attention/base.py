@@ -91,8 +91,7 @@ class SharedAttention(nn.Module):
     def num_parameters(self) -> int:
         """Numbers in the query-key part: projections, content bias, the method's own."""
         own = list(self.parameters(recurse=False))
-        shared = [getattr(self, name).weight for name in (self.layout.query, self.layout.key)]
-        return sum(parameter.numel() for parameter in own + shared)
+        return sum(parameter.numel() for parameter in own + _projections(self))
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
@@ -182,7 +181,16 @@ def rewrite(
     ):
         setattr(shared, name, _linear(weight))
     shared.set_factors(factors)
+    if not old.requires_grad:
+        for parameter in (*shared.parameters(recurse=False), *_projections(shared)):
+            parameter.requires_grad_(False)
     return shared.train(module.training)
+
+
+def _projections(shared: SharedAttention) -> list[Tensor]:
+    """The weights of the shared projections."""
+    names = (shared.layout.query, shared.layout.key)
+    return [getattr(shared, name).weight for name in names]
 
 
 def _linear(weight: Float[Tensor, "r i"]) -> nn.Linear:

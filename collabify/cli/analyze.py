@@ -68,7 +68,7 @@ def analyze(
             seed=seed,
             progress=show,
         )
-    report = replace(report, source=source.name, revision=source.revision)
+    report = replace(report, source=source.record, revision=source.revision)
     if plot is not None:
         save_figure(report, plot)
     if json:

@@ -130,7 +130,7 @@ def convert(
     AutoModel*.from_pretrained(DIR).
     """
     from collabify.conversion import convert as run
-    from collabify.storage import check_not_source, output_folder, save, versions
+    from collabify.storage import cast_to, check_not_source, output_folder, save, versions
 
     if out is None and not dry_run:
         raise OptionError("--out is missing: say where to write the model, or pass --dry-run.")
@@ -138,7 +138,7 @@ def convert(
         if out is not None:
             check_not_source(out, model)
             folder = stack.enter_context(output_folder(out, overwrite=overwrite, keep=not dry_run))
-        loaded, source = load_model(model, dtype.value, device)
+        loaded, source = load_model(model, "auto", device)
         with progress_bar(quiet=json) as show:
             report = run(
                 loaded,
@@ -163,12 +163,13 @@ def convert(
             )
         report = replace(
             report,
-            source=source.name,
+            source=source.record,
             revision=source.revision,
             versions=versions(),
             options=report.options | {"dtype": dtype.value, "device": device or "cpu"},
         )
         if not dry_run:
+            cast_to(loaded, dtype.value)
             save(loaded, folder, source=source, report=report)
     if json:
         typer.echo(report.to_json())
@@ -180,7 +181,7 @@ def _channels(given: str | None) -> "int | Literal['all'] | None":
     """A number of channels, or ``all``."""
     if given is None or given == "all":
         return given  # type: ignore[return-value]
-    if not given.isdigit():
+    if not (given.isascii() and given.isdigit()):
         raise OptionError(f"channels={given!r} must be a whole number or 'all'. Change --channels.")
     return int(given)
 
@@ -191,7 +192,7 @@ def _print(report: "ConversionReport", out: Path | None, calibration: str) -> No
     print_table(*conversion_table(report), text=2)
     print_table(*parameter_table(report))
     if report.dry_run:
-        typer.echo("Dry run: nothing was decomposed or written.")
+        typer.echo("Dry run: no factors were fitted, nothing was written.")
         return
     if report.calibration is None:
         typer.echo("Errors are of the weights alone; --calibration measures them on tokens.")
@@ -205,7 +206,7 @@ def _print(report: "ConversionReport", out: Path | None, calibration: str) -> No
     if calibration == "synthetic":
         typer.echo(
             "Synthetic input stands in for data; a few hundred real samples keep more of the model "
-            "(README, Quality): --calibration FILE"
+            "(README, What it costs): --calibration FILE"
         )
     typer.echo(f"Saved to {out}. To load it:")
     typer.echo("")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collabify.storage import Source
 
 # What save_pretrained writes anew; everything else in the folder stays.
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
+_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*")
 
 
 @reported
@@ -196,7 +196,11 @@ def _save(
 
     with output_folder(target, overwrite=overwrite or in_place) as folder:
         if in_place:
-            ignore = shutil.ignore_patterns(*_WEIGHTS)
+            only_top = shutil.ignore_patterns(*_WEIGHTS)
+
+            def ignore(inside: str, names: list[str]) -> set[str]:
+                return only_top(inside, names) if Path(inside) == target else set()
+
             shutil.copytree(target, folder, symlinks=True, ignore=ignore, dirs_exist_ok=True)
         save(model, folder, source=source)
         healed = {**record, "healing": report.to_dict()}
@@ -208,7 +212,7 @@ def _print(report: "HealingReport", target: Path, calibration: str, *, written: 
 
     old, new = report.drift_before, report.drift_after
     rows = [
-        ("loss, mean over layers", f"{report.loss_before:.5f}", f"{report.loss_after:.5f}"),
+        ("loss, all layers", f"{report.loss_before:.5f}", f"{report.loss_after:.5f}"),
         ("hidden states, cosine", f"{old.hidden_cosine:.4f}", f"{new.hidden_cosine:.4f}"),
         ("hidden states, error", f"{old.hidden_error:.4f}", f"{new.hidden_error:.4f}"),
         ("attention moved by", *(percent(round(d.attention, 3)) for d in (old, new))),

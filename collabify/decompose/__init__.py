@@ -1,6 +1,6 @@
 """Solvers: a layer's heads in, shared factors out.
 
-    decompose(forms, layer, solver=...) -> Decomposition
+    fit_cp(forms, rank), fit_tucker(forms, rank), fit_head_svd(forms, rank) -> Decomposition
 
 Pure functions; the model is not touched here.
 """

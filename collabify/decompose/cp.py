@@ -14,8 +14,8 @@ that raises the error is dropped and the momentum starts again, so the error nev
 
 With ``channels``, a head mixes that many of the shared channels only: half of the sweeps are dense,
 then each head keeps the channels that carry most of it, and everything is refitted on them. Only
-there can the error rise once.
-The start is a head-SVD of the same width, and the result is never worse.
+there can the error rise once. The start is the heads' own triplets, each distinct one once, and
+the result is never worse than a head-SVD of the same width.
 
 Most sweeps run in float32, where they take less than half the time; the last ones, and the errors
 reported for start and end, in float64, because the error is a difference of Gram matrices that
@@ -31,15 +31,16 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from collabify.decompose.factors import CPFactors, Decomposition, relative_error, rounding_floor
-from collabify.decompose.head_svd import fit_head_svd
+from collabify.decompose.head_svd import fit_head_svd, head_triplets
 from collabify.forms import HeadForms
 
 MOMENTUM = 0.95  # at most
 LAST = 0.1  # share of the sweeps that runs in float64
+TORN = 1.2  # more than this from dense sweeps to few channels, and other starts are tried
 WINDOW = 5  # sweeps over which the improvement is averaged
 
 
@@ -70,30 +71,95 @@ def fit_cp(
     if start.relative_error <= rounding_floor(forms):
         return start
     assert isinstance(start.factors, CPFactors)  # noqa: S101 (narrows the type)
-    factors: CPFactors = start.factors
-    errors, converged = list(start.errors), False
     fewer = channels if channels is not None and channels < rank else None
-    for dtype, kept, sweeps in _phases(forms.w_q.dtype, fewer, iterations):
-        left = iterations + 1 - len(errors) if sweeps is None else sweeps
+    distinct = distinct_start(forms, rank)
+    found = _descend(forms, distinct, fewer, iterations, tolerance)
+    if fewer is not None and found.relative_error > TORN * min(found.errors):
+        # The dense sweeps led where few channels cannot follow: refit those of the starts as well.
+        others = (
+            _descend(forms, factors, fewer, iterations, tolerance, dense=False)
+            for factors in (distinct, start.factors)
+        )
+        found = min((found, *others), key=lambda candidate: candidate.relative_error)
+    if found.relative_error >= start.relative_error:
+        return start
+    factors = found.factors
+    if channels is not None and isinstance(factors, CPFactors) and factors.channels is None:
+        factors = factors.keep(rank)
+    return Decomposition(factors, (start.relative_error, *found.errors), found.converged)
+
+
+def _descend(
+    forms: HeadForms,
+    factors: CPFactors,
+    channels: int | None,
+    iterations: int,
+    tolerance: float,
+    *,
+    dense: bool = True,
+) -> Decomposition:
+    """Sweep through all phases from one start; errors after each sweep."""
+    errors: list[float] = []
+    converged = False
+    for dtype, kept, sweeps in _phases(forms.w_q.dtype, channels, iterations, dense=dense):
+        left = iterations - len(errors) if sweeps is None else sweeps
         search = _Search(forms.to(dtype), factors, kept)
-        if errors[-1] <= search.floor and sweeps is not None:
+        if sweeps is not None and factors.to(forms.w_q.dtype).relative_error(forms) <= search.floor:
             continue  # below what this dtype sees
         found, converged = search.run(left, tolerance)
         factors, errors = search.best, errors + found
-    if errors[-1] > errors[0]:
-        return start
-    if channels is not None and factors.channels is None:
-        factors = factors.keep(rank)
     return Decomposition(factors, tuple(errors), converged)
 
 
+def distinct_start(forms: HeadForms, rank: int) -> CPFactors:
+    """The triplets that say most beyond those chosen before, with the mixing that fits best.
+
+    Heads that repeat one another have the same triplets; a head-SVD takes them once for each, and
+    least squares from there stays where it is. A pivoted Cholesky factorisation of the triplets'
+    Gram matrix takes them once.
+
+    Parameters
+    ----------
+    forms
+        The heads.
+    rank
+        Triplets taken.
+    """
+    values, left, right = (part.flatten(0, 1) for part in head_triplets(forms))
+    gram = (left @ left.T) * (right @ right.T) * torch.outer(values, values)
+    chosen = _pivots(gram, rank)
+    root = values[chosen].sqrt()[:, None]
+    query, key = root * left[chosen], root * right[chosen]
+    q, k = forms.w_q @ query.T, forms.w_k @ key.T
+    matched = (q * k).sum(1)
+    products = (query @ query.T) * (key @ key.T)
+    mixing = _solve(products, matched.T, torch.zeros_like(matched.T)).T
+    return balance(CPFactors(query, key, mixing))
+
+
+def _pivots(gram: Float[Tensor, "n n"], count: int) -> Int[Tensor, "m"]:
+    """Indices in the order in which a pivoted Cholesky factorisation takes them."""
+    left = gram.diagonal().clone()
+    rows = torch.zeros(count, len(gram), dtype=gram.dtype, device=gram.device)
+    chosen = torch.zeros(count, dtype=torch.int64, device=gram.device)
+    tiny = torch.finfo(gram.dtype).eps * left.max()
+    for n in range(count):
+        pivot = left.argmax()
+        chosen[n] = pivot
+        scale = left[pivot].clamp(min=tiny).sqrt()
+        rows[n] = (gram[pivot] - rows[:n, pivot] @ rows[:n]) / scale
+        left = (left - rows[n].square()).clamp(min=0)
+        left[pivot] = -1  # never again
+    return chosen
+
+
 def _phases(
-    dtype: torch.dtype, channels: int | None, iterations: int
+    dtype: torch.dtype, channels: int | None, iterations: int, *, dense: bool
 ) -> Iterator[tuple[torch.dtype, int | None, int | None]]:
     """Dtype, channels a head keeps, and sweeps (``None``: what is left) of each phase."""
     fast = torch.float32
     first = iterations - max(1, round(LAST * iterations)) if dtype == torch.float64 else iterations
-    if channels is not None:
+    if channels is not None and dense:
         yield fast, None, first // 2
         first -= first // 2
     yield fast, channels, first if dtype == torch.float64 else None
