@@ -14,13 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import HEADS, LOW, TINY, VOCABULARY, Tiny, factors
+from tolerances import TOLERANCES
 from torch import Tensor, nn
 from transformers import AutoModel
 from typer.testing import CliRunner
 
 import collabify
 from collabify.cli.app import app
-from collabify.data import CalibrationData
+from collabify.data import CalibrationData, load_calibration
 from collabify.drift import measure_drift
 from collabify.errors import (
     AlreadyConvertedError,
@@ -512,13 +513,17 @@ def test_heal_replaces_the_model_and_keeps_what_lies_beside_it(folders: tuple[Pa
     assert healing["versions"]["torch"] == torch.__version__
     assert [path.name for path in out.parent.iterdir() if path.name.startswith(".")] == []
     healed = AutoModel.from_pretrained(out)
-    batches = data(TINY["bert"]).held_out
+    read = {"samples": 32, "max_length": 12, "batch_size": 8, "processor": str(out)}
+    batches = load_calibration("synthetic", healed.config, **read).held_out
     original = AutoModel.from_pretrained(source)
     shutil.copytree(out, out.parent / "unhealed")  # the loaded model still reads its own file
     (out.parent / "unhealed" / "model.safetensors").write_bytes(before["model.safetensors"])
     unhealed = AutoModel.from_pretrained(out.parent / "unhealed")
-    drift = [measure_drift(original, model, batches).hidden_error for model in (healed, unhealed)]
-    assert drift[0] < drift[1]
+    drift = [measure_drift(original, model, batches).hidden_error for model in (unhealed, healed)]
+    for found, when in zip(drift, ("before", "after"), strict=True):
+        reported = healing[f"drift_{when}"]["hidden_error"]
+        assert found == pytest.approx(reported, rel=TOLERANCES["gradient"])
+    assert drift[1] < drift[0]
     cosine = f"{healing['drift_before']['hidden_cosine']:.4f}"
     shown = re.search(r"hidden states, cosine +(\S+) +(\S+)", outcome.stdout)
     assert shown is not None

@@ -26,7 +26,6 @@ from collabify.storage import load, quiet, versions
 
 RANKS = (256, 192, 128)
 ROWS: dict[str, dict[str, Any]] = {
-    "weights only, all channels": {"calibration": "none", "channels": "all"},
     "weights only": {"calibration": "none"},
     "synthetic": {"calibration": "synthetic"},
     "head-svd, one rank a head": {"uniform": True},
