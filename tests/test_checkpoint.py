@@ -437,3 +437,22 @@ def test_companions_travel(saved: Any, tmp_path: Path) -> None:
     assert said["parameters"]["query_key"]["kept"] == report.query_key.kept
     shutil.rmtree(folder)
     assert_same(type(model).from_pretrained(tmp_path / "out"), model, TINY["bert"].batch(model))
+
+
+def test_companions_of_a_hub_model_come_from_its_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "vocab.txt").write_text("[PAD]")
+    asked: list[tuple[object, ...]] = []
+
+    def download(name: str, *, revision: str, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, tuple(allow_patterns)))
+        return str(tmp_path / "snapshot")
+
+    monkeypatch.setattr(storage, "snapshot_download", download)
+    source = storage.Source("user/name", "user/name", "c0ffee")
+    storage.save(TINY["bert"].build(), tmp_path / "out", source=source)
+    assert asked == [("user/name", "c0ffee", storage.COMPANIONS)]
+    assert (tmp_path / "out" / "vocab.txt").read_text() == "[PAD]"
+    assert source.record == "user/name"

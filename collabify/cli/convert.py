@@ -66,7 +66,8 @@ def convert(
     kept: Annotated[
         float | None,
         typer.Option(
-            metavar="SHARE", help="Instead of --dk: share of query-key parameters, e.g. 0.5."
+            metavar="SHARE",
+            help="Instead of --dk: share of the converted layers' query-key parameters, e.g. 0.5.",
         ),
     ] = None,
     error: Annotated[
