@@ -1,6 +1,6 @@
 """What each idea keeps of a sentence encoder, without training, at equal parameters.
 
-    python benchmarks/quality/minilm.py MODEL --glue FOLDER [--out FILE]     writes minilm.json
+    python benchmarks/quality/minilm.py MODEL --glue FOLDER [--dk N ...]     writes minilm.json
 
 MODEL is a folder, a Hub id or 'demo' (all-MiniLM-L6-v2); FOLDER has GLUE in the Hub's layout.
 Calibration: 256 distinct RTE train premises. Measured: cosine of mean-pooled, normalised embeddings
@@ -24,7 +24,6 @@ from transformers import AutoTokenizer
 import collabify
 from collabify.storage import load, quiet, versions
 
-RANKS = (256, 192, 128)
 ROWS: dict[str, dict[str, Any]] = {
     "weights only": {"calibration": "none"},
     "synthetic": {"calibration": "synthetic"},
@@ -76,6 +75,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--glue", required=True)
+    parser.add_argument("--dk", type=int, nargs="+", default=[256, 192, 128])
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "minilm.json")
     arguments = parser.parse_args()
     quiet()
@@ -94,13 +95,14 @@ def main() -> None:
 
     reference = embed(original, tokenizer, held_out)
     result: dict[str, Any] = {
-        "model": source.name,
+        "model": Path(source.name).name,
         "versions": versions(),
         "original_spearman": spearman(original),
         "rows": [],
     }
-    for dk in RANKS:
-        for name, options in ROWS.items():
+    for dk in arguments.dk:
+        for name in arguments.rows:
+            options = ROWS[name]
             model = copy.deepcopy(original)
             start = time.perf_counter()
             if options.get("uniform"):

@@ -1,9 +1,9 @@
 """Latency of converted models over that of their originals, whole models, interleaved runs.
 
-    python benchmarks/speed/latency.py NAME=MODEL ... [--repeats N] [--threads N]
+    python benchmarks/speed/latency.py NAME=MODEL ... [--repeats N] [--threads N] [--no-shape]
 
-Writes latency.json. 'bert-base-shape' (random weights: time does not depend on them) is always
-there. Every model is converted at D/2 and D/3 in the default way, and at D/2 with all channels,
+Writes latency.json. 'bert-base-shape' (random weights: time does not depend on them) is there
+unless told otherwise. Every model is converted at D/2 and D/3 in the default way, and at D/2 with all channels,
 as head-svd and as tucker. For each length and batch size, originals and converted models take turns
 (A B C A B C ...); the figure is the median of the pairwise ratios of a round, with its quartiles.
 """
@@ -77,12 +77,14 @@ def main() -> None:
     parser.add_argument("models", nargs="*", metavar="NAME=MODEL")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--no-shape", action="store_true", help="leave out bert-base-shape")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     quiet()
     originals = {name: load(m)[0] for name, m in (p.split("=", 1) for p in arguments.models)}
-    originals["bert-base-shape"] = BertModel(BertConfig()).eval()
+    if not arguments.no_shape:
+        originals["bert-base-shape"] = BertModel(BertConfig()).eval()
     rows = []
     for name, original in originals.items():
         models = variants(original)
