@@ -3,9 +3,10 @@
     python benchmarks/speed/latency.py NAME=MODEL ... [--repeats N] [--threads N] [--no-shape]
 
 Writes latency.json. 'bert-base-shape' (random weights: time does not depend on them) is there
-unless told otherwise. Every model is converted at D/2 and D/3 in the default way, and at D/2 with all channels,
-as head-svd and as tucker. For each length and batch size, originals and converted models take turns
-(A B C A B C ...); the figure is the median of the pairwise ratios of a round, with its quartiles.
+unless told otherwise. Every model is converted at D/2 and D/3 in the default way, and at D/2 with
+all channels, as head-svd and as tucker. For each length and batch size, originals and converted
+models take turns (A B C A B C ...); the figure is the median of the pairwise ratios of a round,
+with its quartiles.
 """
 
 import argparse
