@@ -391,3 +391,10 @@ def test_caches_are_refused(form: str, option: str) -> None:
     with pytest.raises(NotImplementedError, match=f"^{option} cannot be used .* Call the model"):
         module(torch.randn(1, 2, 24), **{option: object()})
     module(torch.randn(1, 2, 24), **{option: None})
+
+
+@every_form
+def test_frozen_models_stay_frozen(form: str) -> None:
+    model = TINY["bert"].build().requires_grad_(False)
+    convert(model, **LOW[form])
+    assert not any(parameter.requires_grad for parameter in model.parameters())

@@ -456,3 +456,31 @@ def test_companions_of_a_hub_model_come_from_its_revision(
     assert asked == [("user/name", "c0ffee", storage.COMPANIONS)]
     assert (tmp_path / "out" / "vocab.txt").read_text() == "[PAD]"
     assert source.record == "user/name"
+
+
+def test_overwriting_that_breaks_off_keeps_the_old_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, rename = tmp_path / "out", Path.rename
+    with storage.output_folder(out) as folder:
+        storage.save(TINY["bert"].build(), folder)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    def broken(self: Path, target: Path) -> Path:
+        if self.name == "new":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", broken)
+    with pytest.raises(KeyboardInterrupt), storage.output_folder(out, overwrite=True) as folder:
+        storage.save(TINY["vit"].build(), folder)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_quantised_checkpoints_are_refused(tmp_path: Path) -> None:
+    model = TINY["bert"].build()
+    model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"quantised \(quant_method='gptq'\)"):
+        storage.load(str(tmp_path))

@@ -291,3 +291,11 @@ def test_a_conversion_that_breaks_off(stop: type[BaseException], monkeypatch: An
     assert [(module, type(module), module.training) for module in model.modules()] == modules
     assert all(torch.equal(model.state_dict()[name], kept) for name, (_, kept) in state.items())
     assert model.config.to_dict() == config
+
+
+def test_other_layers_of_a_converted_model_are_refused() -> None:
+    """Else the second conversion's record would leave out the first one's layers."""
+    model = TINY["bert"].build()
+    convert(model, **LOW["cp"], layers=[0])
+    with pytest.raises(AlreadyConvertedError, match="was converted before"):
+        convert(model, **LOW["cp"], layers=[1])
