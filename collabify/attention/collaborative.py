@@ -31,6 +31,9 @@ class CollaborativeAttention(SharedAttention):
 
     mixing: nn.Parameter
     channels: Tensor | None
+    read_query: Tensor
+    read_key: Tensor
+    one: Tensor
 
     @classmethod
     def _form(cls) -> type[SharedAttention]:
@@ -43,23 +46,38 @@ class CollaborativeAttention(SharedAttention):
         self.mixing = nn.Parameter(factors.mixing.contiguous())
         self.register_buffer("channels", factors.channels)
 
+    def prepare(self) -> None:
+        """Which channel every column reads, and what the queries add to it.
+
+        Derived from ``channels``, so not saved; made once, because on one short sequence the small
+        operations cost as much as the large ones.
+        """
+        if self.channels is None:
+            return
+        heads, kept = self.channels.shape
+        rank = getattr(self, self.layout.query).out_features
+        width = max(kept + 1, self.value_width(heads))
+        own = torch.arange(rank, rank + heads, device=self.channels.device)
+        read = torch.cat([self.channels, own[:, None].expand(-1, width - kept)], dim=1).flatten()
+        one = self.mixing.new_zeros(heads, width)
+        one[:, kept] = 1
+        # The columns of query beside the kept channels have no weight: any channel will do there.
+        self.register_buffer("read_query", read.clamp(max=rank - 1), persistent=False)
+        self.register_buffer("read_key", read, persistent=False)
+        self.register_buffer("one", one.flatten(), persistent=False)
+
     def scores(
         self, q: Float[Tensor, "b t r"], k: Float[Tensor, "b s m"]
     ) -> tuple[Float[Tensor, "b h t w"], Float[Tensor, "b h s w"]]:
         """Every head's own channels, or all of them, and its content bias."""
         if self.channels is None:
             return self._dense_scores(q, k)
-        heads, kept = self.channels.shape
-        empty = max(0, self.value_width(heads) - kept - 1)
-        own = k.shape[-1] - heads + torch.arange(heads, device=k.device)
-        read = torch.cat([self.channels, own[:, None].expand(-1, 1 + empty)], dim=1)
-        weights = nn.functional.pad(self.mixing, (0, 1 + empty)).flatten()
-        one = torch.zeros_like(weights)
-        one[kept :: kept + 1 + empty] = 1
-        # The columns of query beside the kept channels have no weight: any channel will do there.
-        query = torch.addcmul(one, _gather(q, read.clamp(max=q.shape[-1] - 1)), weights)
+        heads, width = len(self.mixing), len(self.one) // len(self.mixing)
+        weights = nn.functional.pad(self.mixing, (0, width - self.mixing.shape[1])).flatten()
+        query = torch.addcmul(self.one, _gather(q, self.read_query), weights)
         query, key = (
-            x.view(*x.shape[:-1], heads, -1).transpose(1, 2) for x in (query, _gather(k, read))
+            x.view(*x.shape[:-1], heads, width).transpose(1, 2)
+            for x in (query, _gather(k, self.read_key))
         )
         return query, key
 
@@ -76,4 +94,4 @@ class CollaborativeAttention(SharedAttention):
 
 def _gather(x: Float[Tensor, "b t r"], read: Tensor) -> Float[Tensor, "b t w"]:
     """The channels ``read`` of every token; ``gather`` is what is fastest on the CPU."""
-    return x.gather(-1, read.flatten().expand(*x.shape[:-1], -1))
+    return x.gather(-1, read.expand(*x.shape[:-1], -1))
