@@ -21,12 +21,12 @@ from collabify.decompose import Decomposition, Factors, fit_cp, fit_head_svd, fi
 from collabify.drift import base_model, measure_drift
 from collabify.errors import OptionError
 from collabify.forms import HeadForms
+from collabify.healing import heal as heal_model
 from collabify.models import AttentionSite, find_attention
 from collabify.planning import Method, Request, Solver, check_finite, count, select
 from collabify.results import (
     AnalysisReport,
     ConversionReport,
-    Drift,
     LayerReport,
     LayerSpectra,
     directions,
@@ -58,6 +58,7 @@ def convert(
     layers: Sequence[int] | None = None,
     seed: int = 0,
     device: torch.device | str | None = None,
+    heal: int | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> ConversionReport:
@@ -108,6 +109,9 @@ def convert(
     device
         Where to decompose; by default where the weights are. On mps, which has no float64, the CPU
         does it.
+    heal
+        Steps of healing on the calibration data afterwards, as :func:`collabify.heal` takes them;
+        by default none.
     dry_run
         Only say what would be done: no factors are fitted, the model is left alone. With ``dk``
         nothing is calibrated either.
@@ -132,14 +136,15 @@ def convert(
     request = Request(
         dk, kept, error, method, head_rank, channels, solver, iterations, tolerance, multiple
     )
+    _check_healing(heal, calibration)
     sites = select(find_attention(model), layers)
     check_finite(model)
-    if dk is not None:
-        request.plan(sites)  # refuses a rank that does not fit before anything takes time
-    data = None
-    if not (dry_run and dk is not None):
-        data = load(model, calibration, samples, max_length, seed, processor)
-    spaces = whitenings(model, sites, data, progress)
+    request.check(sites)
+    data = load(
+        model, calibration, samples, max_length, seed, processor, batch_size=32 if heal else 16
+    )
+    needed = not (dry_run and dk is not None)
+    spaces = whitenings(model, sites, data, progress) if needed else {}
     heads = {site.index: _whitened(site, spaces, device) for site in sites} if dk is None else None
     plan = request.plan(sites, heads)
 
@@ -155,21 +160,46 @@ def convert(
         reports.append(report)
         if progress is not None:
             progress("Converting", len(reports), len(sites), f"error {_error(report):.4f}")
-    drift = None
+    drift = healing = None
     if not dry_run:
-        drift = _install(model, found, plan, data)
-    options: dict[str, Any] = {"dk": dk, "kept": kept, "error": error, "head_rank": head_rank}
-    options |= {"channels": channels, "iterations": iterations, "tolerance": tolerance}
+        original = _shadow(model)
+        _install(model, found, plan)
+        if data is not None and data.held_out:
+            drift = measure_drift(original, model, data.held_out)
+        if heal is not None:
+            healing = heal_model(
+                model, original, calibration=data, steps=heal, seed=seed, progress=progress
+            )
+            drift = healing.drift_after
     given = calibration if isinstance(calibration, str | None) else type(calibration).__name__
-    options |= {
-        "calibration": given,
-        "samples": samples,
-        "max_length": max_length,
-        "multiple": multiple,
-    }
+    options: dict[str, Any]
+    options = {"dk": dk, "kept": kept, "error": error, "head_rank": head_rank, "heal": heal}
+    options |= {"channels": channels, "iterations": iterations, "tolerance": tolerance}
+    options |= {"calibration": given, "samples": samples, "max_length": max_length}
     options |= {"layers": [site.index for site in sites], "seed": seed, "multiple": multiple}
-    seen = None if data is None else data.description
-    return ConversionReport(method, solver, tuple(reports), *counts, dry_run, options, seen, drift)
+    return ConversionReport(
+        method,
+        solver,
+        tuple(reports),
+        *counts,
+        dry_run,
+        options,
+        calibration=None if data is None else data.description,
+        drift=drift,
+        healing=healing,
+    )
+
+
+def _check_healing(steps: int | None, calibration: object) -> None:
+    if steps is None:
+        return
+    if steps < 1:
+        raise OptionError(f"heal={steps} must be at least 1 step. Raise --heal.")
+    if calibration is None or calibration == "none":
+        raise OptionError(
+            f"heal={steps} needs data, and calibration={calibration!r} has none. "
+            "Leave out --calibration for 'synthetic', or give a file."
+        )
 
 
 def share(
@@ -182,10 +212,12 @@ def share(
 ) -> tuple[Factors, Float[Tensor, "h j"], LayerReport]:
     """One layer's heads in shared form, with the content bias that goes with it."""
     start = time.perf_counter()
+    forms, whitened = _read(site, device), _whitened(site, spaces, device)
+    energy = float(whitened.squared_norms().sum() * whitened.scale**2)
     if request.is_exact(site, layer.rank):
-        spaces = {}  # nothing is lost in any space, and less is rounded in this one
-    forms = _read(site, device)
-    found = _decompose(_whitened(site, spaces, device), layer, request, seed)
+        # Nothing is lost in any space, and less is rounded in this one.
+        spaces, whitened = {}, forms
+    found = _decompose(whitened, layer, request, seed)
     factors, content = found.factors, forms.content
     space = spaces.get(site.index)
     if space is not None:
@@ -198,6 +230,7 @@ def share(
         layer.rank,
         head_rank=layer.head_rank,
         channels=layer.channels,
+        energy=energy,
         relative_error=factors.relative_error(forms),
         calibrated_error=None if space is None else found.relative_error,
         sweeps=found.sweeps,
@@ -223,20 +256,21 @@ def _decompose(forms: HeadForms, layer: LayerConfig, request: Request, seed: int
     return fit_head_svd(forms, layer.rank, channels=layer.channels)
 
 
+def _shadow(model: nn.Module) -> nn.Module:
+    """The model as it is, to compare with once it is rewritten: its modules, but no new numbers."""
+    memo: dict[int, Any] = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, memo)
+
+
 def _install(
     model: nn.Module,
     found: Sequence[tuple[AttentionSite, Factors, Tensor]],
     plan: ConversionConfig,
-    data: CalibrationData | None,
-) -> Drift | None:
-    """Rewrite the layers, and measure what that does to data that was held out."""
-    original = copy.deepcopy(model) if data is not None and data.held_out else None
+) -> None:
+    """Rewrite the layers, and the record of it."""
     for site, factors, content in found:
         site.install(factors, content)
     _own_config(model).quantization_config = plan.to_dict()
-    if original is None or data is None:
-        return None
-    return measure_drift(original, model, data.held_out)
 
 
 def _own_config(model: nn.Module) -> Any:
@@ -322,6 +356,8 @@ def load(
     max_length: int,
     seed: int,
     processor: object,
+    *,
+    batch_size: int = 16,
 ) -> CalibrationData | None:
     """Calibration data for a model; ``None`` for ``none``."""
     if calibration is None or calibration == "none":
@@ -331,6 +367,7 @@ def load(
         cast(Any, model).config,
         samples=samples,
         max_length=max_length,
+        batch_size=batch_size,
         seed=seed,
         processor=processor,
     )

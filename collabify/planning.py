@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from collabify.config import ConversionConfig, Form, LayerConfig
 from collabify.decompose.budget import pooled_strengths, ranks_for_error, ranks_within
@@ -117,6 +117,34 @@ class Request:
     def _tensorly(self) -> bool:
         return self.solver == "tensorly"
 
+    def check(self, sites: Sequence[AttentionSite]) -> None:
+        """Refuse sizes that do not fit the layers, before anything takes time.
+
+        Raises
+        ------
+        RankError, OptionError
+        """
+        if self.dk is not None:
+            self.plan(sites)
+        if self.kept is None:
+            return
+        if self.method == "tucker":
+            raise OptionError(
+                "kept goes with methods whose parameters grow evenly with the rank, not 'tucker'. "
+                "Use --dk or --error."
+            )
+        before = sum(site.query_key_parameters for site in sites)
+        smallest = [min(-(-8 // self.multiple) * self.multiple, site.full_rank) for site in sites]
+        least = self._cost(
+            sites, [min(n, self._reach(s)) for n, s in zip(smallest, sites, strict=True)]
+        )
+        if least > self.kept * before:
+            raise RankError(
+                f"kept={self.kept} must be at least {-(-1000 * least // before) / 1000} for these "
+                f"{len(sites)} layers, with {smallest[0]} channels each and content biases. "
+                "Raise --kept."
+            )
+
     def plan(
         self, sites: Sequence[AttentionSite], forms: Mapping[int, HeadForms] | None = None
     ) -> ConversionConfig:
@@ -132,7 +160,7 @@ class Request:
         Raises
         ------
         RankError
-            Where a size does not fit a layer.
+            Where a size does not fit a layer, or an error cannot be kept.
         """
         ranks = [self.dk or 0] * len(sites)
         if self.dk is None:
@@ -182,33 +210,57 @@ class Request:
         kept = site.head_dim - 1
         return min(kept if rank <= kept * site.num_heads else site.head_dim, rank)
 
+    def _reach(self, site: AttentionSite) -> int:
+        """The largest rank that the heads' channels can use."""
+        if isinstance(self.channels, int):
+            return min(self._largest(site), self.channels * site.num_heads)
+        return self._largest(site)
+
     def _choose(self, sites: Sequence[AttentionSite], forms: Sequence[HeadForms]) -> list[int]:
         """Ranks across layers for ``kept`` or ``error``."""
-        strengths = [
-            pooled_strengths(head_triplets(heads)[0], heads.scale)[: self._largest(site)]
-            for site, heads in zip(sites, forms, strict=True)
-        ]
-        if self.error is not None:
-            return ranks_for_error(strengths, self.error, multiple=self.multiple)
-        if self.method == "tucker":
-            raise OptionError(
-                "kept goes with methods whose parameters grow evenly with the rank, not 'tucker'. "
-                "Use --dk or --error."
-            )
-        dense = self.channels == "all" or self._tensorly
-        mixing = 0 if dense else self.channels or max(site.head_dim for site in sites)
-        fixed = sum(site.num_heads * (site.width + int(mixing)) for site in sites)
-        before = sum(site.query_key_parameters for site in sites)
-        costs = [2 * site.width + dense * site.num_heads for site in sites]
-        budget = round((self.kept or 0) * before) - fixed
-        ranks = ranks_within(strengths, costs, budget, multiple=self.multiple)
-        least = fixed + sum(rank * cost for rank, cost in zip(ranks, costs, strict=True))
-        if least > budget + fixed:
+        channels = self.channels if isinstance(self.channels, int) else None
+        strengths, unreachable = [], 0.0
+        for site, heads in zip(sites, forms, strict=True):
+            values, beyond = pooled_strengths(head_triplets(heads)[0], heads.scale, channels)
+            strengths.append(values[: self._reach(site)])
+            unreachable += beyond
+        if self.error is None:
+            return self._choose_within(sites, strengths)
+        least = (unreachable / (unreachable + sum(float(s.sum()) for s in strengths))) ** 0.5
+        if least > self.error:
             raise RankError(
-                f"kept={self.kept} must be at least {least / before:.3f} for these {len(sites)} "
-                f"layers, with {self.multiple} channels each and content biases. Raise --kept."
+                f"error={self.error} must be at least {least:.3f} with channels={channels}: the "
+                "heads need more than they may keep. Raise --channels or --error."
             )
+        return ranks_for_error(
+            strengths, self.error, multiple=self.multiple, unreachable=unreachable
+        )
+
+    def _choose_within(
+        self, sites: Sequence[AttentionSite], strengths: Sequence[Tensor]
+    ) -> list[int]:
+        """The ranks that spend what ``kept`` allows and no more."""
+        dense = self.channels == "all" or self._tensorly
+        budget = int((self.kept or 0) * sum(site.query_key_parameters for site in sites))
+        costs = [2 * site.width + dense * site.num_heads for site in sites]
+        ranks: list[int] = []
+        for spare in (1, 0):  # a head has its full width only where few channels are dropped
+            kept = [self.channels or site.head_dim - spare for site in sites]
+            fixed = sum(
+                site.num_heads * (site.width + (0 if dense else int(k)))
+                for site, k in zip(sites, kept, strict=True)
+            )
+            ranks = ranks_within(strengths, costs, budget - fixed, multiple=self.multiple)
+            if self._cost(sites, ranks) <= budget:
+                break
         return ranks
+
+    def _cost(self, sites: Sequence[AttentionSite], ranks: Sequence[int]) -> int:
+        """Query-key parameters of layers of these ranks."""
+        return sum(
+            site.empty_factors(self._layer(site, rank)).num_parameters + site.num_heads * site.width
+            for site, rank in zip(sites, ranks, strict=True)
+        )
 
 
 def select(

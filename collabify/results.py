@@ -51,6 +51,8 @@ class LayerReport:
         run, as are the rest.
     calibrated_error
         The same in the space of the calibration data, where the solver worked; ``None`` without.
+    energy
+        Squared Frobenius norm of that stack, in squared logits, where the solver worked.
     sweeps, converged, seconds
         What the solver did; ``seconds`` of wall time.
     """
@@ -62,6 +64,7 @@ class LayerReport:
     channels: int | None = None
     relative_error: float | None = None
     calibrated_error: float | None = None
+    energy: float | None = None
     sweeps: int | None = None
     converged: bool | None = None
     seconds: float | None = None
@@ -122,7 +125,10 @@ class ConversionReport:
     calibration
         What the errors were measured on; ``None``: the weights alone.
     drift
-        From the original to the converted model on held-out calibration data, or ``None``.
+        From the original to the converted model on held-out calibration data, after healing where
+        there was some; or ``None``.
+    healing
+        What healing after the conversion brought, or ``None``.
     source, revision
         The model, and its commit where it came from the Hub.
     versions
@@ -139,6 +145,7 @@ class ConversionReport:
     options: dict[str, Any] = field(default_factory=dict)
     calibration: str | None = None
     drift: Drift | None = None
+    healing: "HealingReport | None" = None
     source: str | None = None
     revision: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
@@ -148,6 +155,21 @@ class ConversionReport:
         """Mean over layers, ``None`` in a dry run."""
         errors = [layer.relative_error for layer in self.layers if layer.relative_error is not None]
         return sum(errors) / len(errors) if errors else None
+
+    @property
+    def error(self) -> float | None:
+        """Relative error over all layers together, of logits, where the solver worked.
+
+        What ``--error`` bounds; ``None`` in a dry run.
+        """
+        lost = whole = 0.0
+        for layer in self.layers:
+            calibrated = layer.calibrated_error
+            seen = layer.relative_error if calibrated is None else calibrated
+            if seen is None or layer.energy is None:
+                return None
+            lost, whole = lost + seen**2 * layer.energy, whole + layer.energy
+        return math.sqrt(lost / whole) if whole else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """As ``collabify.json`` holds it."""
@@ -160,7 +182,9 @@ class ConversionReport:
             "options": self.options,
             "calibration": self.calibration,
             "drift": None if self.drift is None else asdict(self.drift),
+            "healing": None if self.healing is None else self.healing.to_dict(),
             "layers": [asdict(layer) for layer in self.layers],
+            "error": self.error,
             "mean_relative_error": self.mean_relative_error,
             "parameters": {
                 "query_key": self.query_key.to_dict(),

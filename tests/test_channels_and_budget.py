@@ -11,6 +11,7 @@ from tolerances import TOLERANCES, assert_close
 from collabify import convert, find_attention
 from collabify.decompose import CPFactors, fit_cp, fit_head_svd
 from collabify.decompose.budget import pooled_strengths, ranks_for_error, ranks_within
+from collabify.decompose.support import eliminate
 from collabify.errors import OptionError, RankError
 from collabify.forms import HeadForms
 
@@ -131,7 +132,18 @@ def test_error_is_kept_with_the_fewest_ranks(error: float) -> None:
 
 def test_strengths_are_in_logits() -> None:
     values = torch.tensor([[3.0, 1.0], [2.0, 0.5]])
-    assert_close(pooled_strengths(values, 0.5), torch.tensor([2.25, 1, 0.25, 0.0625]), "rounding")
+    pooled, beyond = pooled_strengths(values, 0.5)
+    assert_close(pooled, torch.tensor([2.25, 1, 0.25, 0.0625]), "rounding")
+    assert beyond == 0
+
+
+def test_strengths_beyond_a_head_s_channels_are_lost_and_counted() -> None:
+    pooled, beyond = pooled_strengths(torch.tensor([[1.0, 3.0], [2.0, 0.5]]), 0.5, 1)
+    assert_close(pooled, torch.tensor([2.25, 1]), "rounding")
+    assert beyond == pytest.approx(0.25 + 0.0625)
+    both = [torch.tensor([4.0, 1.0]), torch.tensor([4.0, 1.0])]
+    assert ranks_for_error(both, 0.5, smallest=1, multiple=1) == [1, 1]
+    assert ranks_for_error(both, 0.5, smallest=1, multiple=1, unreachable=0.7) == [2, 1]
 
 
 def test_kept_chooses_ranks_across_layers() -> None:
@@ -152,6 +164,54 @@ def test_error_chooses_ranks_that_keep_it() -> None:
     assert 0.1 < report.mean_relative_error < 0.3
 
 
+@pytest.mark.parametrize("kept", [0.45, 0.6, 0.75, 0.9, 0.97, 1.0])
+@pytest.mark.parametrize("channels", [None, 4, "all"])
+def test_kept_is_spent_and_never_exceeded(kept: float, channels: Any) -> None:
+    model = TINY["bert"].build()
+    report = convert(
+        model, kept=kept, channels=channels, multiple=1, calibration="none", dry_run=True
+    )
+    part = report.query_key
+    assert part.after <= kept * part.before
+    largest = HEADS * (channels if isinstance(channels, int) else HEAD_DIM)
+    step = 2 * WIDTH + HEADS  # what one more channel in a layer costs at most
+    spent = part.after > kept * part.before - step - HEADS * len(report.layers)
+    assert spent or all(layer.rank == largest for layer in report.layers)
+
+
+@pytest.mark.parametrize("channels", [None, 3])
+def test_the_error_asked_for_is_kept_in_logits(channels: int | None) -> None:
+    model = TINY["bert"].build()
+    forms = [site.read() for site in find_attention(model)]
+    report = convert(model, error=0.6, channels=channels, calibration="none", multiple=1)
+    lost = whole = 0.0
+    for heads, layer in zip(forms, report.layers, strict=True):
+        energy = float(heads.dense().square().sum()) * heads.scale**2
+        lost += energy * (layer.relative_error or 0) ** 2
+        whole += energy
+        assert layer.energy == pytest.approx(energy)
+    assert report.error == pytest.approx((lost / whole) ** 0.5)
+    assert 0.3 < report.error < 0.6
+
+
+def test_elimination_drops_what_a_head_misses_least() -> None:
+    """Two channels that say nearly the same have large weights, and one of them can go."""
+    generator = torch.Generator().manual_seed(3)
+    query, key = (torch.randn(5, size, generator=generator).double() for size in (17, 19))
+    query[1], key[1] = query[0] + 0.01 * query[1], key[0].clone()
+    mixing = torch.tensor([[9.0, -8.0, 0.5, 0.5, 0.5], [0.5, 0.5, 9.0, 1.0, 1.0]]).double()
+    dense = CPFactors(query, key, mixing).dense()
+    left, values, right = torch.linalg.svd(dense, full_matrices=False)
+    w_q, w_k = (left * values[:, None]).mT[:, :5], right[:, :5]
+    forms = HeadForms(w_q, w_k, torch.zeros(2, 19).double(), 1.0)
+    found = eliminate(CPFactors(query, key, mixing), forms, 4)
+    assert found.channels is not None
+    assert len({0, 1} & set(found.channels[0].tolist())) == 1, "by size both would have stayed"
+    assert {2, 3, 4} < set(found.channels[0].tolist())
+    by_size = CPFactors(query, key, mixing).keep(4).relative_error(forms)
+    assert found.relative_error(forms) < 0.2 * by_size
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "said"),
     [
@@ -159,6 +219,9 @@ def test_error_chooses_ranks_that_keep_it() -> None:
         ({"dk": 5, "kept": 0.5}, OptionError, "dk and kept given"),
         ({"kept": 1.5}, OptionError, "kept=1.5 must be above 0 and at most 1"),
         ({"kept": 0.05}, RankError, "kept=0.05 must be at least"),
+        ({"error": 0.01, "channels": 1}, RankError, "error=0.01 must be at least 0."),
+        ({"dk": 9, "heal": 0}, OptionError, "heal=0 must be at least 1"),
+        ({"dk": 9, "heal": 5}, OptionError, "heal=5 needs data, and calibration='none' has none"),
         ({"error": 1.0}, OptionError, "error=1.0 must be above 0 and below 1"),
         ({"kept": 0.5, "method": "tucker"}, OptionError, "not 'tucker'"),
         ({"kept": 0.5, "multiple": 0}, OptionError, "round=0 must be at least 1"),

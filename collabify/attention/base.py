@@ -185,7 +185,7 @@ def rewrite(
         setattr(shared, name, _linear(weight))
     shared.set_factors(factors)
     shared.prepare()
-    shared.register_load_state_dict_post_hook(_prepare)
+    shared.register_load_state_dict_post_hook(_prepare)  # type: ignore[no-untyped-call]
     if not old.requires_grad:
         for parameter in (*shared.parameters(recurse=False), *_projections(shared)):
             parameter.requires_grad_(False)

@@ -112,6 +112,12 @@ def convert(
         int, typer.Option("--round", metavar="N", help="Ranks are multiples of this.")
     ] = 8,
     layer: Layers = None,
+    heal: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Steps of healing afterwards, on the calibration data. (default: 0)"
+        ),
+    ] = None,
     dtype: Annotated[
         DtypeName, typer.Option(help="Of the converted model; auto: as saved.")
     ] = DtypeName.AUTO,
@@ -159,6 +165,7 @@ def convert(
                 multiple=round_to,
                 layers=layer,
                 seed=seed,
+                heal=heal,
                 dry_run=dry_run,
                 progress=show,
             )
@@ -199,6 +206,14 @@ def _print(report: "ConversionReport", out: Path | None, calibration: str) -> No
         typer.echo("Errors are of the weights alone; --calibration measures them on tokens.")
     else:
         typer.echo(f"Calibrated on {report.calibration}.")
+    if report.error is not None:
+        typer.echo(f"Error over all layers together: {report.error:.4f}.")
+    if report.healing is not None:
+        before = report.healing.drift_before.hidden_cosine
+        typer.echo(
+            f"Healed on the same data for {report.healing.steps} steps: held-out hidden states "
+            f"agreed to {before:.4f} before."
+        )
     if report.drift is not None:
         typer.echo(
             f"On held-out samples: hidden states agree to {report.drift.hidden_cosine:.4f} "

@@ -63,6 +63,7 @@ def ranks_for_error(
     *,
     smallest: int = 8,
     multiple: int = 8,
+    unreachable: float = 0.0,
 ) -> list[int]:
     """The smallest ranks whose error over all layers is allowed.
 
@@ -73,11 +74,18 @@ def ranks_for_error(
     error
         Root of the share of strength that may be lost over all layers, in [0, 1): the relative
         error of a head-SVD of these ranks, which shared channels only lower.
+    unreachable
+        Strength of triplets that no rank keeps, in the strengths' unit.
+
+    Returns
+    -------
+    ranks
+        Of each layer; all that there is where even that errs more.
     """
     ranks = [_round_up(min(smallest, len(s)), multiple, len(s)) for s in strengths]
-    total = sum(float(s.sum()) for s in strengths)
+    total = sum(float(s.sum()) for s in strengths) + unreachable
     lost = [float(s[rank:].sum()) for s, rank in zip(strengths, ranks, strict=True)]
-    while sum(lost) > error**2 * total:
+    while sum(lost) + unreachable > error**2 * total:
         gains = [_gain(s, rank, multiple, 1) for s, rank in zip(strengths, ranks, strict=True)]
         best = max(range(len(ranks)), key=gains.__getitem__)
         if ranks[best] == len(strengths[best]):
@@ -97,7 +105,14 @@ def _gain(strength: Float[Tensor, "n"], rank: int, multiple: int, cost: int) -> 
     return float(following.sum()) / (len(following) * cost) if len(following) else float("-inf")
 
 
-def pooled_strengths(values: Float[Tensor, "h d"], scale: float) -> Float[Tensor, "n"]:
-    """Squared singular values of all heads in squared logits, descending."""
-    squared: Tensor = (scale * values).square().flatten()
-    return torch.sort(squared, descending=True).values
+def pooled_strengths(
+    values: Float[Tensor, "h d"], scale: float, channels: int | None = None
+) -> tuple[Float[Tensor, "n"], float]:
+    """Squared singular values of all heads in squared logits, descending.
+
+    With ``channels``, only so many of each head, the strongest; and what the others sum to.
+    """
+    squared: Tensor = (scale * values).square().sort(dim=1, descending=True).values
+    within = squared if channels is None else squared[:, :channels]
+    left = float(squared.sum() - within.sum())
+    return torch.sort(within.flatten(), descending=True).values, left

@@ -13,9 +13,10 @@ systems (dead or repeated channels) solvable. Sweeps are extrapolated with Neste
 that raises the error is dropped and the momentum starts again, so the error never rises.
 
 With ``channels``, a head mixes that many of the shared channels only: half of the sweeps are dense,
-then each head keeps the channels that carry most of it, and everything is refitted on them. Only
-there can the error rise once. The start is the heads' own triplets, each distinct one once, and
-the result is never worse than a head-SVD of the same width.
+then each head drops the channels that it misses least (:mod:`collabify.decompose.support`), and
+everything is refitted on those that are left. Only there can the error rise once. The start is the
+heads' own triplets, each distinct one once, and the result is never worse than a head-SVD of the
+same width.
 
 Most sweeps run in float32, where they take less than half the time; the last ones, and the errors
 reported for start and end, in float64, because the error is a difference of Gram matrices that
@@ -28,7 +29,7 @@ Sterck 2020, Nesterov acceleration of alternating least squares for CP.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -36,6 +37,7 @@ from torch import Tensor
 
 from collabify.decompose.factors import CPFactors, Decomposition, relative_error, rounding_floor
 from collabify.decompose.head_svd import fit_head_svd, head_triplets
+from collabify.decompose.support import eliminate
 from collabify.forms import HeadForms
 
 MOMENTUM = 0.95  # at most
@@ -185,7 +187,7 @@ class _Search:
         self.truth = forms.squared_norms().sum().double()
         self.floor = rounding_floor(forms)
         if channels is not None and factors.channels is None:
-            factors = factors.keep(channels)
+            factors = eliminate(cast(CPFactors, factors.to(self.w_k.dtype)), forms, channels)
         self.support = None if channels is None else factors.channels
         query, key, mixing = (
             part.to(self.w_k.dtype) for part in (factors.query, factors.key, factors.head_mixing())
