@@ -87,6 +87,25 @@ def saved(tmp_path: Path) -> tuple[Any, Path, dict[str, Tensor]]:
     return model, tmp_path / "model", tiny.batch(model)
 
 
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Any], str]:
+    """``(user/name, model) -> commit``: makes a model the newest of an offline Hub's cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    count = iter(range(10, 100))
+
+    def push(name: str, model: Any) -> str:
+        commit = f"{next(count)}" * 20
+        folder = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+        model.save_pretrained(folder / "snapshots" / commit)
+        (folder / "snapshots" / commit / "vocab.txt").write_text(commit)
+        (folder / "refs").mkdir(exist_ok=True)
+        (folder / "refs" / "main").write_text(commit)
+        return commit
+
+    return push
+
+
 def real_models() -> Path | None:
     """Folder with real pretrained models, from COLLABIFY_MODELS; see CONTRIBUTING.md."""
     folder = os.environ.get("COLLABIFY_MODELS")

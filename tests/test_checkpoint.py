@@ -12,9 +12,7 @@ from tiny_models import FORMS, LOW, TINY, aligned, assert_same, factors, run
 from torch import Tensor
 
 from collabify import convert, find_attention, storage
-from collabify.errors import (
-    CheckpointError,
-)
+from collabify.errors import CheckpointError
 
 ORDERS = ("collabify first", "transformers first", "never")
 

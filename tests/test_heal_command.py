@@ -205,3 +205,45 @@ def test_two_processes_share_the_work(folders: tuple[Path, Path]) -> None:
     assert report["kept"]
     assert json.loads((out / "collabify.json").read_text())["healing"] == report
     assert [path.name for path in out.parent.iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_teacher_is_what_it_was_when_it_was_converted(hub: Any, tmp_path: Path) -> None:
+    original, out = TINY["bert"].build(), tmp_path / "converted"
+    commit = hub("user/name", original)
+    outcome = run("convert", "user/name", "--dk", 10, "--iterations", 3, "--out", out, *QUICK)
+    assert outcome.exit_code == 0, outcome.stderr
+    assert json.loads((out / "collabify.json").read_text())["revision"] == commit
+    with torch.no_grad():
+        original.encoder.layer[1].output.dense.weight[0, 0] += 1
+    newer = hub("user/name", original)  # the branch moves on
+    outcome = run("heal", out, *STEPS, "--out", tmp_path / "healed")
+    assert outcome.exit_code == 0, outcome.stderr
+    assert "Warning" not in outcome.stderr
+    outcome = run("heal", out, *STEPS, "--out", tmp_path / "other", "--teacher", "user/name")
+    assert outcome.exit_code == 0, outcome.stderr
+    assert "1 parameters that the conversion left alone differ" in outcome.stderr
+    snapshots = tmp_path / "hub" / "models--user--name" / "snapshots"
+    shutil.rmtree(snapshots / commit)
+    assert (snapshots / newer).is_dir()
+    outcome = run("heal", out, *STEPS)
+    assert outcome.exit_code == 1
+    assert re.fullmatch(
+        rf"Error: .* converted from 'user/name' at revision '{commit}', .*--teacher MODEL\n",
+        outcome.stderr,
+    )
+
+
+def test_heal_in_place_keeps_all_in_subfolders(folders: tuple[Path, Path]) -> None:
+    _, out = folders
+    mine = ["1_Pooling/config.json", "onnx/model.onnx", "more/deep/model.safetensors"]
+    mine += ["sub/model-00001-of-00002.safetensors", "sub/pytorch_model.bin", "sub/config.json"]
+    for name in mine:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_bytes(name.encode())
+    (out / "pytorch_model.bin").write_bytes(b"of the model before")
+    before = contents(out)
+    assert run("heal", out, *STEPS).exit_code == 0
+    after = contents(out)
+    assert before.keys() - after.keys() == {"pytorch_model.bin"}
+    assert all(after[name] == name.encode() for name in mine)
+    assert after["model.safetensors"] != before["model.safetensors"]

@@ -1,18 +1,20 @@
 """Healing: only what a conversion made is trained, and it helps or changes nothing."""
 
 import copy
+import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from healing_cases import CONVERSIONS, FAST, data, equal, interrupt_after, pair, values
 from tiny_models import HEADS, LOW, TINY, factors
-from torch import Tensor
+from torch import Tensor, nn
 
 import collabify
 from collabify.drift import measure_drift
 from collabify.errors import NonFiniteError
-from collabify.healing.loss import relative, squares
+from collabify.healing.loss import batch_loss, relative, squares
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)
@@ -237,3 +239,79 @@ def test_half_precision_is_trained_in_full_and_stays_half(name: str, dtype: torc
     new = factors(converted)
     assert sum(not torch.equal(after[n], before[n]) for n in after) == len(new)
     assert equal(others, values(teacher))
+
+
+def test_ready_data_are_used_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    converted, original, seen = pair()
+    reference, ready = copy.deepcopy(converted), {b["input_ids"].data_ptr() for b in seen.batches}
+    pointers: list[int] = []
+
+    def watched(student: nn.Module, teacher: nn.Module, batch: Any) -> Tensor:
+        pointers.append(batch["input_ids"].data_ptr())
+        return batch_loss(student, teacher, batch)
+
+    monkeypatch.setattr("collabify.healing.training.batch_loss", watched)
+    report = collabify.heal(converted, original, calibration=seen, steps=12, learning_rate=1e-2)
+    assert set(pointers) == ready
+    assert [pointers.count(pointer) for pointer in ready] == [2] * 6
+    assert report.calibration == "random"
+    expected = {"steps": 12, "learning_rate": 1e-2, "seed": 0, "samples": 36, "processes": 1}
+    assert report.options == expected
+    ignored: dict[str, Any] = {"samples": 3, "max_length": 5, "batch_size": 2, "processor": 17}
+    again = collabify.heal(
+        reference, original, calibration=seen, steps=12, learning_rate=1e-2, **ignored
+    )
+    assert again.options == expected
+    assert again.drift_after == report.drift_after
+    assert equal(values(converted), values(reference))
+
+
+def visible() -> int:
+    """Bytes of all memory that a tensor in Python holds."""
+    tensors = [each for each in gc.get_objects() if isinstance(each, Tensor) and not each.is_meta]
+    blocks = [tensor.untyped_storage() for tensor in tensors]
+    return sum({block.data_ptr(): block.nbytes() for block in blocks}.values())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # gc sees objects that others deprecate
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_is_two_models_optimiser_and_two_copies(dtype: torch.dtype) -> None:
+    converted, original, seen = pair(dtype=dtype)
+    new = sum(parameter.numel() for parameter in factors(converted).values())
+    models = sum(p.nbytes for model in (converted, original) for p in model.parameters())
+    gc.collect()
+    before, during = visible(), []
+
+    def progress(_stage: str, done: int, *_: Any) -> None:
+        if done in (11, 17):
+            during.append(visible())
+
+    report = collabify.heal(converted, original, calibration=seen, progress=progress, **FAST)
+    assert report.best_step > 0
+    in_full = models * (4 // dtype.itemsize - 1)  # trained in float32
+    start, best, gradients, adam = dtype.itemsize, 4, 4, 2 * 4
+    least = in_full + new * (start + best + adam)
+    for found in during:
+        assert least <= found - before < least + new * gradients + 512
+
+
+def test_drift_looks_at_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    converted, original, seen = pair()
+    held_out = tuple(
+        {name: torch.cat([value, value, value]) for name, value in batch.items()}
+        for batch in seen.held_out
+    )
+    drift, rows = measure_drift(original, converted, held_out), []
+
+    def watched(*arguments: Any) -> Any:
+        rows.extend(len(batch["input_ids"]) for batch in arguments[2])
+        return measure_drift(*arguments)
+
+    monkeypatch.setattr("collabify.healing.method.measure_drift", watched)
+    report = collabify.heal(
+        converted, original, calibration=replace(seen, held_out=held_out), **FAST
+    )
+    assert rows == [8, 8, 2] * 4
+    for part in ("hidden_cosine", "hidden_error", "attention"):
+        found, expected = (getattr(each, part) for each in (report.drift_before, drift))
+        assert found == pytest.approx(expected, rel=1e-5)

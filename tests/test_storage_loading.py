@@ -17,6 +17,7 @@ from collabify.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
+from collabify.storage import loading
 
 
 def edit(folder: Path, **changes: Any) -> None:
@@ -118,3 +119,38 @@ def test_quantised_checkpoints_are_refused(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"quantised \(quant_method='gptq'\)"):
         storage.load(str(tmp_path))
+
+
+def test_a_hub_model_is_loaded_at_its_revision(hub: Any, tmp_path: Path) -> None:
+    models = [TINY["bert"].build(headed=headed) for headed in (False, True)]
+    commits = [hub("user/name", model) for model in models]
+    for revision, index in ((None, 1), ("main", 1), (commits[0], 0), (commits[1], 1)):
+        loaded, source = storage.load("user/name", revision=revision)
+        assert type(loaded) is type(models[index])
+        assert source == storage.Source("user/name", "user/name", commits[index])
+        assert source.record == "user/name"
+        storage.save(loaded, tmp_path / f"out-{revision}", source=source)
+        assert (tmp_path / f"out-{revision}" / "vocab.txt").read_text() == commits[index]
+    with pytest.raises(ModelNotFoundError, match=r"'user/name' at revision 'v7' is neither"):
+        storage.load("user/name", revision="v7")
+
+
+def test_weights_come_from_the_commit_of_the_configuration(
+    hub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the branch moves on while the model is loaded."""
+    old, new = TINY["bert"].build(), TINY["bert"].build().half()
+    commit, check = hub("user/name", old), loading.find_attention
+
+    def meanwhile(skeleton: Any) -> Any:
+        hub("user/name", new)
+        return check(skeleton)
+
+    monkeypatch.setattr(loading, "find_attention", meanwhile)
+    loaded, source = storage.load("user/name")
+    assert (loaded.dtype, source.revision) == (torch.float32, commit)
+
+
+def test_folders_have_no_revision(saved: Any) -> None:
+    _, folder, _ = saved
+    assert storage.load(str(folder), revision="v7")[1].revision is None

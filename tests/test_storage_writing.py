@@ -11,10 +11,7 @@ import pytest
 from tiny_models import LOW, TINY, assert_same
 
 from collabify import convert, storage
-from collabify.errors import (
-    CheckpointError,
-    OutputError,
-)
+from collabify.errors import CheckpointError, OutputError
 
 
 def write(out: Path, note: str = "", *, stop: Any = None, **options: Any) -> None:
