@@ -2,7 +2,7 @@
 
 import copy
 import gc
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -27,8 +27,9 @@ def test_loss_and_drift_fall_and_only_new_parameters_change(name: str) -> None:
     report = collabify.heal(converted, original, calibration=seen, **FAST)
     assert report.kept
     assert report.loss_after < 0.96 * report.loss_before
-    assert report.drift_before == drift
-    assert report.drift_after == measure_drift(original, converted, seen.held_out)
+    after_all = measure_drift(original, converted, seen.held_out)
+    assert asdict(report.drift_before) == pytest.approx(asdict(drift), rel=1e-5)
+    assert asdict(report.drift_after) == pytest.approx(asdict(after_all), rel=1e-5)
     assert report.drift_after.hidden_cosine > drift.hidden_cosine
     assert report.drift_after.hidden_error < drift.hidden_error
     assert report.drift_after.attention < drift.attention
@@ -311,7 +312,5 @@ def test_drift_looks_at_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     report = collabify.heal(
         converted, original, calibration=replace(seen, held_out=held_out), **FAST
     )
-    assert rows == [8, 8, 2] * 4
-    for part in ("hidden_cosine", "hidden_error", "attention"):
-        found, expected = (getattr(each, part) for each in (report.drift_before, drift))
-        assert found == pytest.approx(expected, rel=1e-5)
+    assert rows == [4, 4, 4, 4, 2] * 4
+    assert asdict(report.drift_before) == pytest.approx(asdict(drift), rel=1e-5)

@@ -32,7 +32,9 @@ from collabify.planning import check_finite
 from collabify.results import Drift, HealingReport
 
 MOST_SAMPLES = 1024  # by default; more than one pass over the data brings little
-ROWS = 8  # of a batch, for which attention probabilities of all layers are in memory at once
+# Of a batch, for which the attention probabilities of all layers are in memory at once: with more,
+# measuring drift on long sequences takes more memory than training.
+ROWS = 4
 
 
 def heal(
