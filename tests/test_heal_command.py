@@ -173,7 +173,10 @@ def test_heal_says_what_is_missing(folders: tuple[Path, Path]) -> None:
     assert re.fullmatch(r"Error: .*collabify.json' cannot be read .*\n", outcome.stderr)
 
 
-def test_heal_errors_are_one_line(folders: tuple[Path, Path]) -> None:
+def test_heal_errors_are_one_line(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     source, out = folders
     for code, message, arguments in (
         (1, "None of the attention layers", (source,)),
