@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from data_cases import TEXTS, make_tokenizer
+from tiny_models import LOW, TINY
+from torch import Tensor
 
+from collabify import convert
 from collabify.forms import HeadForms
 
 torch.set_num_threads(1)
@@ -36,6 +40,70 @@ def forms(generator: torch.Generator) -> HeadForms:
     )
     bias = torch.randn(HEADS * HEAD_DIM, generator=generator, dtype=torch.float64)
     return HeadForms.from_projections(w_q, w_k, bias, num_heads=HEADS, scale=HEAD_DIM**-0.5)
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    return make_tokenizer()
+
+
+@pytest.fixture
+def bert() -> Any:
+    return TINY["bert"].config()
+
+
+@pytest.fixture
+def vit() -> Any:
+    return TINY["vit"].config()
+
+
+@pytest.fixture
+def data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder in the Hub's layout: two configurations, one with two splits."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    (folder / "long").mkdir(parents=True)
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: long\n  data_files:\n"
+        "  - {split: train, path: long/train.csv}\n  - {split: test, path: long/test.csv}\n"
+        "- config_name: short\n  data_files:\n  - {split: train, path: short.csv}\n---\n"
+    )
+    for name, texts in (("train", TEXTS), ("test", TEXTS[:20])):
+        lines = ["number,first,second", *(f"{i},{text},w3 {text}" for i, text in enumerate(texts))]
+        (folder / "long" / f"{name}.csv").write_text("\n".join(lines))
+    (folder / "short.csv").write_text("only\nw1\nw2\nw1\n\nw3\n")
+    return str(folder)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Any, Path, dict[str, Tensor]]:
+    """A converted BERT with a head, its folder, a batch."""
+    tiny = TINY["bert"]
+    model = tiny.build(headed=True)
+    convert(model, **LOW["cp"])
+    model.save_pretrained(tmp_path / "model")
+    return model, tmp_path / "model", tiny.batch(model)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Any], str]:
+    """``(user/name, model) -> commit``: makes a model the newest of an offline Hub's cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    count = iter(range(10, 100))
+
+    def push(name: str, model: Any) -> str:
+        commit = f"{next(count)}" * 20
+        folder = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+        model.save_pretrained(folder / "snapshots" / commit)
+        (folder / "snapshots" / commit / "vocab.txt").write_text(commit)
+        (folder / "refs").mkdir(exist_ok=True)
+        (folder / "refs" / "main").write_text(commit)
+        return commit
+
+    return push
 
 
 def real_models() -> Path | None:

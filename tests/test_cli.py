@@ -389,6 +389,9 @@ def test_version() -> None:
         ("a --energy 0.9 0.95 m", "a --energy 0.9 --energy 0.95 m"),
         ("a --layer 0 --energy 1 --json", "a --layer 0 --energy 1 --json"),
         ("a --layer 0 m 3", "a --layer 0 m 3"),
+        ("a --layer=0 1 2 m", "a --layer=0 --layer 1 --layer 2 m"),
+        ("a --energy=0.9 0.95 --layer=1 m 3", "a --energy=0.9 --energy 0.95 --layer=1 m 3"),
+        ("a --dk=3 4", "a --dk=3 4"),
         ("a --dk 3 4", "a --dk 3 4"),
     ],
 )

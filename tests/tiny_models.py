@@ -127,6 +127,14 @@ def aligned(model: Any) -> Any:
     return model
 
 
+def assert_same(one: Any, other: Any, batch: dict[str, Tensor]) -> None:
+    """Both have the same parameters and outputs, bit for bit."""
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+    with torch.no_grad():
+        assert torch.equal(run(aligned(one).eval(), batch), run(aligned(other).eval(), batch))
+
+
 def layers(pattern: str, count: int = 2) -> tuple[str, ...]:
     return tuple(pattern.format(index) for index in range(count))
 

@@ -6,20 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from collabify.cli.common import (
-    Calibration,
-    Device,
-    Json,
-    Layers,
-    MaxLength,
-    Model,
-    Samples,
-    Seed,
-    load_model,
-    print_table,
-    progress_bar,
-    reported,
-)
+from collabify.cli import common as options
+from collabify.cli.common import load_model, print_table, progress_bar, reported
 
 if TYPE_CHECKING:
     from collabify.results import AnalysisReport
@@ -27,8 +15,8 @@ if TYPE_CHECKING:
 
 @reported
 def analyze(
-    model: Model,
-    layer: Layers = None,
+    model: options.Model,
+    layer: options.Layers = None,
     energy: Annotated[
         list[float],
         typer.Option(metavar="E ...", help="Shares of energy, each in (0, 1]."),
@@ -37,12 +25,12 @@ def analyze(
         Path | None,
         typer.Option(metavar="FILE", help="Write the paper's Figure 1: .png, .svg or .pdf."),
     ] = None,
-    calibration: Calibration = "synthetic",
-    samples: Samples = 256,
-    max_length: MaxLength = 128,
-    seed: Seed = 0,
-    json: Json = False,
-    device: Device = None,
+    calibration: options.Calibration = "synthetic",
+    samples: options.Samples = 256,
+    max_length: options.MaxLength = 128,
+    seed: options.Seed = 0,
+    json: options.Json = False,
+    device: options.Device = None,
 ) -> None:
     """Show how much the attention heads of MODEL repeat one another.
 

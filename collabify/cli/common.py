@@ -51,7 +51,10 @@ _SEVERAL = ("--layer", "--energy")
 
 
 def spread(arguments: Sequence[str]) -> list[str]:
-    """Let a repeatable option take several numbers: ``--layer 0 1`` is ``--layer 0 --layer 1``."""
+    """Let a repeatable option take several numbers: ``--layer 0 1`` is ``--layer 0 --layer 1``.
+
+    So is ``--layer=0 1``.
+    """
     spread_out: list[str] = []
     current: str | None = None
     for argument in arguments:
@@ -60,8 +63,8 @@ def spread(arguments: Sequence[str]) -> list[str]:
                 spread_out.append(current)
             else:
                 current = None
-        if argument in _SEVERAL:
-            current = argument
+        if argument.partition("=")[0] in _SEVERAL:
+            current = argument.partition("=")[0]
         spread_out.append(argument)
     return spread_out
 
@@ -98,12 +101,14 @@ def _show_warning(message: Warning | str, *_: Any) -> None:
     typer.echo(f"Warning: {message}", err=True)
 
 
-def load_model(name: str, dtype: str, device: str | None) -> tuple[Any, "Source"]:
+def load_model(
+    name: str, dtype: str, device: str | None, revision: str | None = None
+) -> tuple[Any, "Source"]:
     """Load with transformers' own chatter off."""
     from collabify.storage import load, quiet
 
     quiet()
-    return load(name, dtype=dtype, device=device)
+    return load(name, dtype=dtype, device=device, revision=revision)
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, text: int = 1) -> None:

@@ -8,20 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from collabify.cli.common import (
-    Calibration,
-    Device,
-    Json,
-    Layers,
-    MaxLength,
-    Model,
-    Samples,
-    Seed,
-    load_model,
-    print_table,
-    progress_bar,
-    reported,
-)
+from collabify.cli import common as options
+from collabify.cli.common import load_model, print_table, progress_bar, reported
 from collabify.errors import OptionError
 
 if TYPE_CHECKING:
@@ -54,7 +42,7 @@ class DtypeName(StrEnum):
 
 @reported
 def convert(
-    model: Model,
+    model: options.Model,
     dk: Annotated[
         int | None,
         typer.Option(
@@ -96,9 +84,9 @@ def convert(
             metavar="A", help="tucker: cores that the heads mix. (default: a core per head)"
         ),
     ] = None,
-    calibration: Calibration = "synthetic",
-    samples: Samples = 256,
-    max_length: MaxLength = 128,
+    calibration: options.Calibration = "synthetic",
+    samples: options.Samples = 256,
+    max_length: options.MaxLength = 128,
     solver: Annotated[
         SolverName,
         typer.Option(help="Ours on the factored heads, or tensorly's on the dense tensor."),
@@ -111,7 +99,7 @@ def convert(
     round_to: Annotated[
         int, typer.Option("--round", metavar="N", help="Ranks are multiples of this.")
     ] = 8,
-    layer: Layers = None,
+    layer: options.Layers = None,
     heal: Annotated[
         int | None,
         typer.Option(
@@ -121,15 +109,15 @@ def convert(
     dtype: Annotated[
         DtypeName, typer.Option(help="Of the converted model; auto: as saved.")
     ] = DtypeName.AUTO,
-    device: Device = None,
-    seed: Seed = 0,
+    device: options.Device = None,
+    seed: options.Seed = 0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done, with exact parameter counts.")
     ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a model that is in DIR already.")
     ] = False,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Rewrite the attention layers of MODEL so that their heads share query and key projections.
 

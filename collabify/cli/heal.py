@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from collabify.cli.common import (
-    Calibration,
-    Device,
-    Json,
-    MaxLength,
-    Seed,
-    load_model,
-    print_table,
-    progress_bar,
-    reported,
-)
+from collabify.cli import common as options
+from collabify.cli.common import load_model, print_table, progress_bar, reported
 from collabify.errors import CheckpointError, ModelNotFoundError, OptionError, first_line
 
 if TYPE_CHECKING:
@@ -41,7 +32,7 @@ def heal(
             metavar="MODEL", help="The original. (default: what DIR says it was converted from)"
         ),
     ] = None,
-    calibration: Calibration = "synthetic",
+    calibration: options.Calibration = "synthetic",
     samples: Annotated[
         int | None,
         typer.Option(
@@ -49,7 +40,7 @@ def heal(
             help="Calibration samples. (default: a quarter of what all steps read, at most 1024)",
         ),
     ] = None,
-    max_length: MaxLength = 128,
+    max_length: options.MaxLength = 128,
     steps: Annotated[int, typer.Option(metavar="N", help="Steps of Adam.")] = 150,
     batch_size: Annotated[
         int, typer.Option(metavar="B", help="Samples that a process reads in a step.")
@@ -57,8 +48,8 @@ def heal(
     learning_rate: Annotated[
         float, typer.Option(metavar="R", help="The peak of one cycle.")
     ] = 1e-3,
-    seed: Seed = 0,
-    device: Device = None,
+    seed: options.Seed = 0,
+    device: options.Device = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR2", help="Where to write the healed model. (default: DIR)"),
@@ -66,7 +57,7 @@ def heal(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a model that is in DIR2 already.")
     ] = False,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Recover what a conversion lost, without labels.
 
@@ -161,20 +152,21 @@ def _record(source: "Source") -> dict[str, Any]:
 def _load_teacher(
     model: str, teacher: str | None, record: Mapping[str, Any], device: str | None
 ) -> tuple[Any, "Source"]:
-    """The original, from ``--teacher`` or from where the record says."""
-    name = teacher or record.get("source")
+    """The original, from ``--teacher``, or from where the record says and as it was then."""
+    if teacher is not None:
+        return load_model(teacher, "auto", device)
+    name, revision = record.get("source"), record.get("revision")
     if name is None:
         raise ModelNotFoundError(
             f"{model!r} has no collabify.json that names the model it was converted from. "
             "Name it: --teacher MODEL"
         )
     try:
-        return load_model(name, "auto", device)
+        return load_model(name, "auto", device, revision)
     except ModelNotFoundError as error:
-        if teacher is not None:
-            raise
+        at = "" if revision is None else f" at revision {revision!r}"
         raise ModelNotFoundError(
-            f"{model!r} was converted from {name!r}, which cannot be found from here. "
+            f"{model!r} was converted from {name!r}{at}, which cannot be found from here. "
             "Say where it is: --teacher MODEL"
         ) from error
 

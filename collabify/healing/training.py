@@ -1,0 +1,141 @@
+"""The steps of healing: Adam on one cycle, judged on held-out data now and then."""
+
+from collections.abc import Callable, Iterator, Sequence
+from math import isfinite
+from operator import itemgetter
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator  # type: ignore[import-untyped]
+from torch import Tensor, nn
+
+from collabify.calibration import on_device
+from collabify.data import CalibrationData
+from collabify.errors import NonFiniteError
+from collabify.healing.borrowing import put
+from collabify.healing.loss import Batch, HiddenStates, batch_loss, held_out_loss
+from collabify.healing.run import Run
+from collabify.healing.store import Store
+
+EVALUATIONS = 10  # on held-out data, evenly over the steps
+
+Progress = Callable[[str, int, int, str], None]
+
+
+def train(
+    run: Run,
+    student: nn.Module,
+    teacher: nn.Module,
+    data: CalibrationData,
+    accelerator: Accelerator,
+    store: Store | None,
+    progress: Progress | None,
+) -> None:
+    """All steps that are left; the parameters end as the best of them.
+
+    Parameters
+    ----------
+    run
+        Fresh; where the store has the state of the same run, it goes on from there.
+    student, teacher
+        Encoders without heads.
+    data
+        What both read.
+    accelerator
+        Shares batches and gradients among processes.
+    store
+        Keeps the progress.
+    progress
+        Told of every step.
+
+    Raises
+    ------
+    NonFiniteError
+        Where the loss is NaN or infinite.
+    """
+    student, teacher = HiddenStates(student), HiddenStates(teacher)
+    wrapped, *stepped = accelerator.prepare(student, *_optimizer(run))
+    if store is not None:
+        store.resume(run)
+
+    def judge() -> None:
+        every = max(1, run.steps // EVALUATIONS)
+        if (run.step % every == 0 or run.step == run.steps) and run.judged < run.step:
+            run.judge(*held_out_loss(student, teacher, data.held_out, accelerator))
+            if store is not None and run.step > 0:
+                store.save()
+
+    try:
+        judge()  # the start, or a step after which a run was interrupted
+        for batch in on_device(_batches(run, data.batches, accelerator), student):
+            loss = batch_loss(wrapped, teacher, batch)
+            seen = float(cast(Tensor, accelerator.reduce(loss.detach(), "mean")))
+            _check_loss(seen, run, store)
+            _step(run, loss, stepped, accelerator)
+            if progress is not None:
+                progress("Healing", run.step, run.steps, f"loss {seen:.4f}")
+            judge()
+    except KeyboardInterrupt:
+        raise _interruption(run, store) from None
+    put(run.best.values, run.trained)
+
+
+def _optimizer(run: Run) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """Adam, and the one cycle of its learning rate."""
+    optimizer = torch.optim.Adam(run.trained, lr=run.learning_rate)
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, run.learning_rate, total_steps=max(run.steps, 2)
+    )
+
+
+def _batches(run: Run, batches: Sequence[Batch], accelerator: Accelerator) -> Iterator[Batch]:
+    """The batches of the steps to come: each once, in a new order, and again."""
+    needed = run.steps * accelerator.num_processes
+    generator = torch.Generator().manual_seed(run.seed)
+    order: list[int] = []
+    while len(order) < needed:
+        order += torch.randperm(len(batches), generator=generator).tolist()
+    rest = order[run.step * accelerator.num_processes : needed]
+    loader: Any = torch.utils.data.DataLoader(
+        [batches[index] for index in rest],  # type: ignore[arg-type]
+        batch_size=1,
+        collate_fn=itemgetter(0),
+        generator=generator,  # so that the caller's own is not drawn from
+    )
+    return iter(accelerator.prepare(loader))
+
+
+def _check_loss(loss: float, run: Run, store: Store | None) -> None:
+    """Stop where going on, now or later, leads nowhere."""
+    if isfinite(loss):
+        return
+    if store is not None:
+        store.discard()
+    raise NonFiniteError(
+        f"The loss is {loss} at step {run.step + 1} of {run.steps}; it must be finite. "
+        f"The model is left as it was. Lower --learning-rate ({run.learning_rate:g})."
+    )
+
+
+def _step(run: Run, loss: Tensor, stepped: Sequence[Any], accelerator: Accelerator) -> None:
+    """One step of optimizer and scheduler."""
+    optimizer, scheduler = stepped
+    optimizer.zero_grad()
+    accelerator.backward(loss)
+    run.torn = True
+    optimizer.step()
+    scheduler.step()
+    run.step += 1
+    run.torn = False
+
+
+def _interruption(run: Run, store: Store | None) -> KeyboardInterrupt:
+    """Save what can be saved; what to raise says how to go on, if that is possible."""
+    if store is not None and not run.torn and run.step > 0:
+        store.save()
+    if store is None or not store.resumable:
+        return KeyboardInterrupt()
+    return KeyboardInterrupt(
+        f"Interrupted after step {run.step} of {run.steps}; the model is as it was. "
+        "Run the same command again to go on from there."
+    )

@@ -1,0 +1,28 @@
+"""Model folders: find and load a model with its head, write one whole or not at all.
+
+model, source = load("bert-base-uncased")
+with output_folder(out) as folder:
+    save(model, folder, source=source)
+"""
+
+from collabify.storage.folders import output_folder
+from collabify.storage.loading import cast_to, check_device, load, quiet
+from collabify.storage.source import DEMO, DEMO_PACKAGE, Source, check_not_source, locate
+from collabify.storage.writing import COMPANIONS, REPORT_FILE, save, versions
+
+__all__ = [
+    "COMPANIONS",
+    "DEMO",
+    "DEMO_PACKAGE",
+    "REPORT_FILE",
+    "Source",
+    "cast_to",
+    "check_device",
+    "check_not_source",
+    "load",
+    "locate",
+    "output_folder",
+    "quiet",
+    "save",
+    "versions",
+]

