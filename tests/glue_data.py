@@ -1,6 +1,6 @@
 """GLUE in small: folders in the Hub's layout, a tokenizer of a few words, models that know a rule.
 
-The first word of a text is its answer: ``zero``, ``one`` or ``two``; other words only make it longer.
+The first word of a text is its answer: ``zero``, ``one`` or ``two``; the rest is length.
 """
 
 from collections.abc import Mapping, Sequence

@@ -27,7 +27,7 @@ def config(names: tuple[str, ...] | list[str], **options: Any) -> Any:
 
 
 def test_the_nine_tasks_are_those_of_glue() -> None:
-    assert list(TASKS) == "cola sst2 mrpc stsb qqp mnli qnli rte wnli".split()
+    assert list(TASKS) == ["cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"]
     assert [task.num_labels for task in TASKS.values()] == [2, 2, 2, 1, 2, 3, 2, 2, 2]
     assert TASKS["rte"].label_names == ("entailment", "not_entailment")
     assert TASKS["wnli"].label_names == ("not_entailment", "entailment")
@@ -102,7 +102,7 @@ def test_a_missing_text_is_refused_by_its_row(tmp_path: Path) -> None:
 def test_hidden_labels_are_refused(tmp_path: Path, task: str) -> None:
     rows = rows_of(task, [1, -1], ["one", "one"])
     data = write_glue(tmp_path, {task: {"test": rows}})
-    with pytest.raises(LabelError, match="Row 1 of .* has the label -1: its labels are hidden"):
+    with pytest.raises(LabelError, match=r"Row 1 of .* has the label -1: its labels are hidden"):
         load_task(task, data, "test")
 
 
@@ -127,7 +127,7 @@ def test_classes_where_a_number_is_due_and_the_reverse_are_refused(tmp_path: Pat
     with pytest.raises(LabelError, match="must be a class label or a whole number"):
         load_task("rte", data)
     rows = {"stsb": {"validation": rows_of("stsb", [0.5, float("nan")], ["one", "one"])}}
-    with pytest.raises(LabelError, match="Row 1 of .* has the label nan; it must be a number"):
+    with pytest.raises(LabelError, match=r"Row 1 of .* has the label nan; it must be a number"):
         load_task("stsb", write_glue(tmp_path / "b", rows))
 
 
@@ -143,7 +143,7 @@ def test_no_task_and_data_without_one_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="Give --task"):
         find_tasks([])
     (tmp_path / "a.csv").write_text("x\n1\n")
-    with pytest.raises(OptionError, match="has none of the tasks cola.* There are: default"):
+    with pytest.raises(OptionError, match=r"has none of the tasks cola.* There are: default"):
         find_tasks(["all"], str(tmp_path))
     with pytest.raises(OptionError, match="must be a data set's folder"):
         find_tasks(["all"], str(tmp_path / "nowhere"))
@@ -208,7 +208,7 @@ def test_features_are_pairs_as_the_tokenizer_joins_them(tmp_path: Path, tokenize
     data = write_glue(tmp_path, {"rte": {"validation": rows_of("rte", [0, 1])}})
     rows = load_task("rte", data)
     made = encode(rows, "rte", tokenizer, config(["a", "b"], vocab_size=len(VOCABULARY)))
-    words = "[CLS] one a a a a a a a [SEP] b c [SEP]".split()
+    words = ["[CLS]", "one", "a", "a", "a", "a", "a", "a", "a", "[SEP]", "b", "c", "[SEP]"]
     assert tokenizer.convert_ids_to_tokens(made[1]["input_ids"]) == words
     assert made[1]["token_type_ids"] == [0] * 10 + [1] * 3
     assert [feature["labels"] for feature in made] == [0, 1]
@@ -228,9 +228,9 @@ def test_too_short_sequences_and_foreign_tokenizers_are_refused(
 ) -> None:
     data = write_glue(tmp_path, {"rte": {"validation": rows_of("rte", [0, 1])}})
     rows = load_task("rte", data)
-    with pytest.raises(OptionError, match="max_length=4 must be at least 5 .* one of each text"):
+    with pytest.raises(OptionError, match=r"max_length=4 must be at least 5 .* one of each text"):
         encode(rows, "rte", tokenizer, config(["a", "b"]), max_length=4)
-    with pytest.raises(CheckpointError, match="Token id .* must be below 7"):
+    with pytest.raises(CheckpointError, match=r"Token id .* must be below 7"):
         encode(rows, "rte", tokenizer, config(["a", "b"], vocab_size=7))
 
 
