@@ -155,7 +155,8 @@ def _comparable_heads(model: Any, baseline: Any) -> bool:
     """Whether both classify the same things; a number or no head at all is no class."""
     for ending in (TEXT, IMAGE, *TOKENS):
         if has_head(model, ending) and has_head(baseline, ending):
-            return ending == "ForMaskedLM" or baseline.config.num_labels > 1
+            labels = max(model.config.num_labels, baseline.config.num_labels)
+            return ending == "ForMaskedLM" or labels > 1
     return False
 
 
