@@ -25,11 +25,10 @@ from collabify.evaluation import predict
 from collabify.storage import locate, quiet, versions
 
 HERE = Path(__file__).parent
+Run = Callable[[], Any]
 
 
-def ways(
-    model: Any, tokenizer: Any, features: list[Any], size: int
-) -> dict[str, Callable[[], Any]]:
+def ways(model: Any, tokenizer: Any, features: list[Any], size: int) -> dict[str, Run]:
     """What is timed, by name."""
     for feature in features:
         feature.pop("labels")
