@@ -7,6 +7,7 @@ and Pearson/Spearman, everything times 100. Means say what they are means of.
 from collections.abc import Callable, Sequence
 
 from collabify.scores import (
+    OWN_PROCESSOR,
     Average,
     DriftScores,
     GlueScores,
@@ -151,6 +152,9 @@ def image_notes(report: ImageScores) -> list[str]:
     ]
     if len(report.scores) == 1:
         notes.append(f"No top-5: with {report.classes} classes it says nothing.")
+    for who, how in report.options["preprocessing"].items():
+        if how != OWN_PROCESSOR:
+            notes.append(f"Images for the {who}: {how}.")
     if report.label_order == "position":
         notes.append("No class names in the config or the data: positions were taken.")
     return notes

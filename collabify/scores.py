@@ -11,6 +11,8 @@ from collabify.results import finite
 
 Interval = tuple[float, float]
 
+OWN_PROCESSOR = "the model's image processor"
+
 
 @dataclass(frozen=True)
 class Score:

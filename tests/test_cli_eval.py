@@ -250,6 +250,15 @@ def test_image_scores_a_folder_of_pictures(images: Path) -> None:
     assert "top-1" in text
     assert "No top-5: with 2 classes it says nothing." in text
     assert "3 images of 2 classes" in text
+    assert "Images for the" not in text
+
+
+def test_image_says_where_a_model_has_no_processor(images: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "vit"
+    shutil.copytree(images / "vit", folder)
+    (folder / "preprocessor_config.json").unlink()
+    text = run("eval", "image", folder, "--data", images / "photos").out
+    assert "Images for the model: no preprocessor_config.json: resized to 8 x 8" in text
 
 
 @pytest.mark.parametrize(

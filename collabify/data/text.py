@@ -81,8 +81,8 @@ def load_tokenizer(processor: object, config: Any) -> Any:
     if not location:
         raise OptionError(
             f"Texts need a tokenizer, and the config of model_type={config.model_type!r} does not "
-            "say where it came from (no _name_or_path). Pass processor=, or calibrate on "
-            "'synthetic'."
+            "say where it came from (no _name_or_path). Pass processor=; "
+            "calibration also takes 'synthetic'."
         )
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(location)
@@ -96,7 +96,7 @@ def load_tokenizer(processor: object, config: Any) -> Any:
 def _no_tokenizer(location: str, reason: str) -> CheckpointError:
     return CheckpointError(
         f"No tokenizer could be loaded from {location!r} ({reason}). "
-        "Put the tokenizer's files there, pass processor=, or calibrate on 'synthetic'."
+        "Put the tokenizer's files there, or pass processor=."
     )
 
 

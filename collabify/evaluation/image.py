@@ -19,7 +19,7 @@ from collabify.data.splits import sample
 from collabify.evaluation.compare import check_resamples, measure
 from collabify.evaluation.heads import IMAGE, check_head
 from collabify.evaluation.predict import Progress, predict
-from collabify.scores import ImageScores
+from collabify.scores import OWN_PROCESSOR, ImageScores
 from collabify.storage import versions
 
 FIVE = 5
@@ -81,24 +81,25 @@ def evaluate_image(
     images = load_images(data, split)
     rows = sample(images.rows, limit, seed)
     references = np.asarray(rows[images.label])
+    prepared: dict[str, str] = {}
 
-    def ranked(one: Any, stage: str) -> Array:
+    def ranked(one: Any, who: str) -> Array:
         check_head(one, IMAGE, f"{data!r}", f"collabify finetune MODEL --image-data {data}")
         order = label_order(images.names, one.config, f"{data!r}")
-        collate = _collate(rows, images, one, processor, batch_size)
+        collate, prepared[who] = _collate(rows, images, one, processor, batch_size)
         logits = predict(
             one,
             range(len(rows)),
             collate,
             batch_size=batch_size,
-            stage=stage,
+            stage=f"images, {who}",
             progress=progress,
         )
         return _ranks(logits[:, list(order)], references)
 
-    found = {"model": ranked(model, "images")}
+    found = {"model": ranked(model, "model")}
     if baseline is not None:
-        found["baseline"] = ranked(baseline, "baseline images")
+        found["baseline"] = ranked(baseline, "baseline")
     metrics = _metrics(len(images.names))
     values = {
         who: {name: float(metric(ranks, references)) for name, metric in metrics.items()}
@@ -123,7 +124,13 @@ def evaluate_image(
         "names" if ordered_by_name(images.names, model.config) else "position",
         getattr(model.config, "_name_or_path", None) or None,
         None if baseline is None else getattr(baseline.config, "_name_or_path", None) or None,
-        {"batch_size": batch_size, "limit": limit, "resamples": resamples, "seed": seed},
+        {
+            "batch_size": batch_size,
+            "limit": limit,
+            "resamples": resamples,
+            "seed": seed,
+            "preprocessing": prepared,
+        },
         time.perf_counter() - start,
         versions(),
     )
@@ -131,9 +138,9 @@ def evaluate_image(
 
 def _collate(
     rows: Any, images: ImageClasses, model: Any, processor: object, batch_size: int
-) -> Collate:
-    """Row numbers to pixel values; images are read when their batch is due."""
-    encode, _ = load_image_encoder(processor, model.config)
+) -> tuple[Collate, str]:
+    """Row numbers to pixel values, read when their batch is due; and how they are prepared."""
+    encode, note = load_image_encoder(processor, model.config)
 
     def collate(numbers: list[int]) -> Mapping[str, Tensor]:
         read = (
@@ -143,7 +150,7 @@ def _collate(
         pixels = encode_images(read, encode, model.config, batch_size=batch_size)
         return {"pixel_values": torch.stack(pixels)}
 
-    return collate
+    return collate, note.strip(" ()") or OWN_PROCESSOR
 
 
 def _ranks(logits: Tensor, references: Array) -> Array:
