@@ -12,15 +12,29 @@ import wrapt
 if TYPE_CHECKING:
     from collabify.conversion import analyze, convert
     from collabify.errors import CollabifyError
+    from collabify.evaluation import evaluate_drift, evaluate_glue, evaluate_image
     from collabify.healing import heal
     from collabify.models import find_attention
 
 __version__ = "0.1.0"
-__all__ = ["CollabifyError", "__version__", "analyze", "convert", "find_attention", "heal"]
+__all__ = [
+    "CollabifyError",
+    "__version__",
+    "analyze",
+    "convert",
+    "evaluate_drift",
+    "evaluate_glue",
+    "evaluate_image",
+    "find_attention",
+    "heal",
+]
 
 _HOME = {
     "analyze": "collabify.conversion",
     "convert": "collabify.conversion",
+    "evaluate_drift": "collabify.evaluation",
+    "evaluate_glue": "collabify.evaluation",
+    "evaluate_image": "collabify.evaluation",
     "find_attention": "collabify.models",
     "heal": "collabify.healing",
     "CollabifyError": "collabify.errors",

@@ -6,6 +6,7 @@ interrupted.
 """
 
 import functools
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,18 @@ Calibration = Annotated[
         help="What the layers see: a text file, a folder of images, a data set "
         "(NAME[:CONFIG[:SPLIT[:COLUMN]]]), 'synthetic' (no data needed) or 'none' (weights only).",
     ),
+]
+Baseline = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", help="What MODEL is compared with, on the same examples."),
+]
+BatchSize = Annotated[int, typer.Option(metavar="B", help="Examples at once.")]
+Limit = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Examples at most, drawn at random. (default: all)"),
+]
+Resamples = Annotated[
+    int, typer.Option(metavar="N", help="Of the bootstrap behind the 95 % intervals.")
 ]
 Seed = Annotated[int, typer.Option(metavar="S", help="For all that is drawn at random.")]
 Samples = Annotated[int, typer.Option(metavar="N", help="Calibration samples.")]
@@ -125,7 +138,20 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, text: in
         table.add_column(head, justify="left" if is_text else "right", no_wrap=not wraps)
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+    Console(highlight=False, width=_width()).print(table)
+
+
+def print_scores(heads: list[str], rows: list[list[str]]) -> None:
+    """A table with a column for each score, or a row for each where it is too wide for that."""
+    from collabify.scoreboard import transposed, width
+
+    table = (heads, rows)
+    print_table(*(table if width(table) <= _width() else transposed(table)))
+
+
+def _width() -> int:
+    """Characters in a line."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
 
 
 @contextmanager
@@ -142,14 +168,23 @@ def progress_bar(*, quiet: bool) -> Iterator[Callable[[str, int, int, str], None
         BarColumn,
         MofNCompleteColumn,
         Progress,
+        Task,
         TextColumn,
         TimeRemainingColumn,
     )
+    from rich.text import Text
+
+    class Rate(TextColumn):
+        """How many are done in a second."""
+
+        def render(self, task: Task) -> Text:
+            return Text("" if task.speed is None else f"{task.speed:.1f}/s")
 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
+        Rate(""),
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )

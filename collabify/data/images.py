@@ -126,8 +126,8 @@ def load_image_encoder(processor: object, config: Any) -> tuple[Encoder, str]:
     if not location:
         raise OptionError(
             f"Images need an image processor, and the config of model_type={config.model_type!r} "
-            "does not say where it came from (no _name_or_path). Pass processor=, or calibrate on "
-            "'synthetic'."
+            "does not say where it came from (no _name_or_path). Pass processor=; "
+            "calibration also takes 'synthetic'."
         )
     folder = Path(location)
     if folder.is_dir() and not any((folder / name).is_file() for name in _SETTINGS):
@@ -139,7 +139,7 @@ def load_image_encoder(processor: object, config: Any) -> tuple[Encoder, str]:
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         raise CheckpointError(
             f"No image processor could be loaded from {location!r} ({first_line(error)}). "
-            "Put its preprocessor_config.json there, pass processor=, or calibrate on 'synthetic'."
+            "Put its preprocessor_config.json there, or pass processor=."
         ) from error
     return _processed_by(loaded), ""
 
@@ -157,7 +157,7 @@ def _plain(location: str, config: Any) -> tuple[Encoder, str]:
     if config.num_channels != 3:
         raise CheckpointError(
             f"{location!r} has no {_SETTINGS[0]}, and num_channels={config.num_channels} must be 3 "
-            "to do without. Pass processor=, or calibrate on 'synthetic'."
+            "to do without. Pass processor=."
         )
     mean, deviation = (torch.tensor(values)[:, None, None] for values in (_MEAN, _DEVIATION))
 
