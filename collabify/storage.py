@@ -120,17 +120,60 @@ def load(
         Where the architecture has no adapter, before any weights are read.
     """
     check_device(device)
-    source = locate(name)
-    config = _load_config(source)
-    source = replace(source, revision=getattr(config, "_commit_hash", None))
-    auto: Any = transformers.AutoModel
+    source, config = find(name)
     known = [getattr(transformers, arch, None) for arch in config.architectures or ()]
     models = [c for c in known if isinstance(c, type) and issubclass(c, PreTrainedModel)]
-    cls: Any = models[0] if models else auto
+    model, info = read(models[0] if models else transformers.AutoModel, source, config, dtype=dtype)
+    if info["missing_keys"]:
+        warnings.warn(
+            f"{name!r} has no weights for {', '.join(sorted(info['missing_keys']))}: "
+            "they are new and random.",
+            CollabifyWarning,
+            stacklevel=2,
+        )
+    return model.to(device) if device else model, source
+
+
+def find(name: str) -> tuple[Source, Any]:
+    """Where a model is, and its configuration, checked; parameters and errors as :func:`load`."""
+    source = locate(name)
+    config = _load_config(source)
     _check_config(name, config)
+    return replace(source, revision=getattr(config, "_commit_hash", None)), config
+
+
+def read(
+    cls: Any, source: Source, config: Any, *, dtype: str = "auto", **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Load weights, with one-line errors.
+
+    Parameters
+    ----------
+    cls
+        A model's class, or one of transformers' Auto classes.
+    source, config
+        As :func:`find` gives them; the configuration may have been changed since.
+    dtype
+        As for :func:`load`.
+    options
+        Others of ``from_pretrained``.
+
+    Returns
+    -------
+    model, info
+        As ``from_pretrained`` gives them with ``output_loading_info``.
+
+    Raises
+    ------
+    ModelNotFoundError
+        Where there are no weights.
+    CheckpointError
+        Where they cannot be used.
+    """
+    name = source.name
     try:
-        model, info = cls.from_pretrained(
-            source.location, config=config, dtype=dtype, output_loading_info=True
+        return cls.from_pretrained(  # type: ignore[no-any-return]
+            source.location, config=config, dtype=dtype, output_loading_info=True, **options
         )
     except SafetensorError as error:
         raise CheckpointError(
@@ -149,14 +192,6 @@ def load(
             f"The weights of {name!r} do not fit its config.json ({first_line(error)}). "
             "Download or copy both again."
         ) from error
-    if info["missing_keys"]:
-        warnings.warn(
-            f"{name!r} has no weights for {', '.join(sorted(info['missing_keys']))}: "
-            "they are new and random.",
-            CollabifyWarning,
-            stacklevel=2,
-        )
-    return model.to(device) if device else model, source
 
 
 def _check_config(name: str, config: Any) -> None:
@@ -408,6 +443,28 @@ def _copy_companions(source: Source, folder: Path) -> None:
             if path.is_file() and not target.exists():
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, target)
+
+
+def read_record(source: Source) -> dict[str, Any]:
+    """What a model's ``collabify.json`` says; nothing where there is none.
+
+    Raises
+    ------
+    CheckpointError
+        Where it cannot be read.
+    """
+    path = Path(source.location) / REPORT_FILE
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read ({first_line(error)}). Put it right or delete it."
+        ) from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{str(path)!r} must hold a JSON object. Put it right or delete it.")
+    return found
 
 
 def versions() -> dict[str, str]:
