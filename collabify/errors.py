@@ -42,6 +42,10 @@ class CheckpointError(CollabifyError, ValueError):
     """A checkpoint's files are there but cannot be used."""
 
 
+class LabelError(CollabifyError, ValueError):
+    """The labels of a model and those of data do not fit each other."""
+
+
 class OutputError(CollabifyError, OSError):
     """The output cannot be written."""
 

@@ -6,13 +6,13 @@ nyu-mll/glue:rte:train:sentence1    ../shared/glue:rte    username/photos::valid
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from collabify.data.base import IMAGE_ENDINGS, WAYS_OUT, Kind, mismatch, missing_package, model_kind
+from collabify.data.splits import datasets_package, no_progress_bars
 from collabify.errors import OptionError, first_line
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -89,10 +89,10 @@ def open_dataset(source: str, config: Any, seed: int) -> tuple[Iterator[Any], st
     """
     spec = parse_spec(source)
     try:
-        datasets = _datasets()
+        datasets = datasets_package()
     except ImportError as error:
         raise missing_package("datasets", f"calibration={source!r}") from error
-    with _no_progress_bars():
+    with no_progress_bars():
         try:
             data: Any = datasets.load_dataset(spec.name, spec.config, split=spec.split)
         except ImportError as error:
@@ -111,25 +111,6 @@ def open_dataset(source: str, config: Any, seed: int) -> tuple[Iterator[Any], st
     column = _column(data.features, spec, config)
     name = f"{spec.name}:{data.config_name}:{spec.split}:{column}"
     return _values(data.select_columns([column]), column, seed, name), name
-
-
-def _datasets() -> Any:
-    import datasets  # type: ignore[import-untyped,unused-ignore]
-
-    return datasets
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    datasets = _datasets()
-    if datasets.are_progress_bars_disabled():
-        yield
-        return
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.enable_progress_bars()
 
 
 def _explained(error: Exception, source: str, spec: Spec) -> OptionError:
@@ -184,7 +165,7 @@ def _column(features: Mapping[str, Any], spec: Spec, config: Any) -> str:
 
 
 def _kind(feature: Any) -> Kind | None:
-    if isinstance(feature, _datasets().Image):
+    if isinstance(feature, datasets_package().Image):
         return "image"
     if getattr(feature, "dtype", None) in ("string", "large_string"):
         return "text"

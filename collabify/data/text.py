@@ -100,18 +100,30 @@ def _no_tokenizer(location: str, reason: str) -> CheckpointError:
     )
 
 
-def sequence_length(max_length: int, tokenizer: Any, config: Any) -> int:
+def sequence_length(max_length: int, tokenizer: Any, config: Any, *, pair: bool = False) -> int:
     """Tokens in the longest sequence: ``max_length``, or what the model takes if that is less.
+
+    Parameters
+    ----------
+    max_length
+        Tokens wanted at most.
+    tokenizer
+        Its special tokens count; ``None``: there are none.
+    config
+        The model's config.
+    pair
+        Whether two texts make one sequence.
 
     Raises
     ------
     OptionError
         Where no token of a text would fit between the special ones.
     """
-    special = 0 if tokenizer is None else int(tokenizer.num_special_tokens_to_add())
-    least = max(2, special + 1)
+    special = 0 if tokenizer is None else int(tokenizer.num_special_tokens_to_add(pair=pair))
+    least = max(2, special + 1 + pair)
     if max_length < least:
-        room = f"{special} special tokens and one of the text" if special else "two tokens"
+        of_text = "one of each text" if pair else "one of the text"
+        room = f"{special} special tokens and {of_text}" if special else "two tokens"
         raise OptionError(
             f"max_length={max_length} must be at least {least} for {config.model_type!r} ({room}). "
             "Raise --max-length."
@@ -159,12 +171,18 @@ def encode_texts(
             chunk, **options, padding=True, return_attention_mask=True, return_tensors="pt"
         )
         batches.append(dict(encoded))
-        _check_ids(batches[-1], tokenizer, config)
+        check_ids(int(batches[-1]["input_ids"].max()), tokenizer, config)
     return tuple(batches)
 
 
-def _check_ids(batch: Batch, tokenizer: Any, config: Any) -> None:
-    largest = int(batch["input_ids"].max())
+def check_ids(largest: int, tokenizer: Any, config: Any) -> None:
+    """Refuse token ids that the model does not know.
+
+    Raises
+    ------
+    CheckpointError
+        Naming the largest id and the size of the vocabulary.
+    """
     if largest >= config.vocab_size:
         raise CheckpointError(
             f"Token id {largest} must be below {config.vocab_size}, the vocabulary of the model "

@@ -1,0 +1,104 @@
+"""Labels by name: which output of a head stands for which label of the data.
+
+order[label of the data] = output of the head,        logits[:, order] is in the data's order
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from collabify.errors import LabelError
+
+
+def label_order(names: Sequence[str], config: Any, place: str) -> tuple[int, ...]:
+    """The head's output for each label of the data, by names and not by luck.
+
+    Names are compared without regard to case and to ``-``, ``_`` and spaces. Generic names in the
+    model's config (``LABEL_0``, or plain numbers) say nothing, and then the order is the data's.
+
+    Parameters
+    ----------
+    names
+        Of the data's labels, in order.
+    config
+        The config of a model with a head.
+    place
+        What the labels belong to, for the error: ``task 'rte'``.
+
+    Raises
+    ------
+    LabelError
+        Where the model's head has another number of labels, or labels of other names.
+    """
+    head = head_names(config)
+    if len(head) != len(names):
+        raise LabelError(
+            f"The model's head has {len(head)} {'label' if len(head) == 1 else 'labels'} "
+            f"({_listed(head)}) and {place} has {len(names)} ({_listed(names)}). "
+            "Give a model for this task, or make one: collabify finetune"
+        )
+    if has_generic_names(config):
+        return tuple(range(len(names)))
+    ours, theirs = [plain(name) for name in names], [plain(name) for name in head]
+    if ours == theirs:
+        return tuple(range(len(names)))
+    if sorted(ours) != sorted(theirs) or len(set(ours)) < len(ours):
+        raise LabelError(
+            f"The model's labels ({_listed(head)}) must be those of {place} ({_listed(names)}), "
+            "in any order. Give a model for this task, or put id2label in its config.json right."
+        )
+    return tuple(theirs.index(name) for name in ours)
+
+
+def head_names(config: Any) -> list[str]:
+    """The names of a head's outputs, in order."""
+    return [str(config.id2label[output]) for output in sorted(config.id2label)]
+
+
+def has_generic_names(config: Any) -> bool:
+    """Whether a config names its labels ``LABEL_0, LABEL_1, ...`` or just counts them."""
+    return all(
+        name.upper() in (f"LABEL_{output}", str(output))
+        for output, name in enumerate(head_names(config))
+    )
+
+
+def check_range(labels: Sequence[int], names: Sequence[str], place: str) -> None:
+    """Refuse labels that are none.
+
+    Raises
+    ------
+    LabelError
+        Where the data's labels are hidden (-1), or outside of the names.
+    """
+    for row, label in enumerate(labels):
+        if label == -1:
+            raise hidden(row, place)
+        if label is None or not 0 <= label < len(names):
+            raise LabelError(
+                f"Row {row} of {place} has the label {label}; it must be between 0 and "
+                f"{len(names) - 1} ({_listed(names)}). Put the data right."
+            )
+
+
+def hidden(row: int, place: str) -> LabelError:
+    """The error for data whose labels are not told."""
+    return LabelError(
+        f"Row {row} of {place} has the label -1: its labels are hidden, as in GLUE's test splits. "
+        "Give a split with labels, such as validation."
+    )
+
+
+def same_names(first: Sequence[str], second: Sequence[str]) -> bool:
+    """Whether two lists hold the same names, in any order."""
+    return sorted(map(plain, first)) == sorted(map(plain, second))
+
+
+def plain(name: str) -> str:
+    """A name as it is compared."""
+    return name.strip().casefold().replace("-", "_").replace(" ", "_")
+
+
+def _listed(names: Sequence[str], most: int = 6) -> str:
+    """A few names, and how many more."""
+    more = f", ... {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
