@@ -12,16 +12,26 @@ import wrapt
 if TYPE_CHECKING:
     from collabify.conversion import analyze, convert
     from collabify.errors import CollabifyError
+    from collabify.finetuning import finetune
     from collabify.healing import heal
     from collabify.models import find_attention
 
 __version__ = "0.1.0"
-__all__ = ["CollabifyError", "__version__", "analyze", "convert", "find_attention", "heal"]
+__all__ = [
+    "CollabifyError",
+    "__version__",
+    "analyze",
+    "convert",
+    "find_attention",
+    "finetune",
+    "heal",
+]
 
 _HOME = {
     "analyze": "collabify.conversion",
     "convert": "collabify.conversion",
     "find_attention": "collabify.models",
+    "finetune": "collabify.finetuning",
     "heal": "collabify.healing",
     "CollabifyError": "collabify.errors",
 }

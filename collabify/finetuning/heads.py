@@ -1,6 +1,5 @@
 """Models with the head that a task needs: the one that is there where it fits, else a new one."""
 
-import re
 import warnings
 from collections.abc import Sequence
 from copy import deepcopy
@@ -11,7 +10,7 @@ import transformers
 from torch import nn
 
 from collabify.data.base import Kind, model_kind
-from collabify.data.labels import has_generic_names, label_order
+from collabify.data.labels import has_generic_names, label_order, plain
 from collabify.errors import CheckpointError, CollabifyWarning, LabelError, OptionError
 from collabify.healing import new_parameters
 from collabify.models import find_attention
@@ -159,9 +158,9 @@ def head_parameters(model: Any) -> list[tuple[str, nn.Parameter]]:
 
 def _draw_head(model: Any, auto: Any, config: Any) -> None:
     """Give the model the head of a new model of its class."""
-    plain = deepcopy(config)
-    plain.__dict__.pop("quantization_config", None)
-    fresh: Any = auto.from_config(plain)
+    original = deepcopy(config)
+    original.__dict__.pop("quantization_config", None)
+    fresh: Any = auto.from_config(original)
     model.load_state_dict({n: p.detach() for n, p in head_parameters(fresh)}, strict=False)
 
 
@@ -242,9 +241,7 @@ def _check_outputs(
     nameless = has_generic_names(config) and len(theirs) == len(own) and labels is not None
     if nameless:
         _warn(f"The labels of {name!r} have no names; they are taken to be {', '.join(own)}.")
-    elif [re.sub(r"[- ]", "_", n.lower()) for n in theirs] != [
-        re.sub(r"[- ]", "_", n.lower()) for n in own
-    ]:
+    elif list(map(plain, theirs)) != list(map(plain, own)):
         raise LabelError(
             f"The labels of the teacher {name!r} ({', '.join(theirs)}) must be the student's, in "
             f"the same order ({', '.join(own)}). Change --teacher."

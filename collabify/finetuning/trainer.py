@@ -176,15 +176,16 @@ class Flow(TrainerCallback):
 
     Parameters
     ----------
+    training
+        The Trainer.
     progress
         Called with a stage, what is done of it, out of how much, and a few words.
-    log_every
-        Steps between two logs, for those who report them; ``None``: one an epoch.
+    logs
+        How many in the whole run, for those who report them; ``None``: one an epoch.
     """
 
-    def __init__(self, progress: Progress | None, log_every: int | None) -> None:
-        self.progress, self.log_every = progress, log_every
-        self.training: Training | None = None
+    def __init__(self, training: Training, progress: Progress | None, logs: int | None) -> None:
+        self.training, self.progress, self.logs = training, progress, logs
         self.stopped = False
         self.scored = 0
 
@@ -194,10 +195,10 @@ class Flow(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Between two steps."""
-        if self.progress is not None and self.training is not None:
-            note = f"loss {self.training.seen:.4f}, rate {self.training._get_learning_rate():.2g}"
+        if self.progress is not None:
+            note = f"loss {self.training.seen:.4f}"
             self.progress("Training", state.global_step, state.max_steps, note)
-        if self.log_every is not None and state.global_step % self.log_every == 0:
+        if self.logs is not None and state.global_step % -(-state.max_steps // self.logs) == 0:
             control.should_log = True
         if self.stopped and not _at_epoch_end(state):
             control.should_log = control.should_save = control.should_training_stop = True
