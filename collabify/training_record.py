@@ -46,7 +46,7 @@ class FinetuneReport:
     task: str
     data: str
     fingerprint: str
-    scores: tuple[dict[str, float], ...]
+    scores: tuple[dict[str, Any], ...]
     labels: tuple[str, ...]
     new_head: str | None
     new_parameters: tuple[str, ...]

@@ -5,18 +5,30 @@ name -> splits, labels, fingerprint -> (once the model is there) inputs and metr
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import DataCollatorWithPadding, EvalPrediction
+import torch
+from sklearn.metrics import accuracy_score, top_k_accuracy_score
+from torch.utils.data import Dataset
+from transformers import DataCollatorWithPadding, default_data_collator
 
 from collabify.data.glue import HUB, Task, encode, find_task, load_task
+from collabify.data.images import Encoder, check_pixels, load_image_encoder
+from collabify.data.labelled_images import (
+    LabelledImages,
+    check_same_labels,
+    load_images,
+    scored_split,
+)
 from collabify.data.splits import sample
 from collabify.data.text import load_tokenizer
 from collabify.finetuning.heads import Headed
 from collabify.metrics import compute, load_metric
 
-Measure = Callable[[EvalPrediction], dict[str, float]]
+TOP = 5
+
+Measure = Callable[[Any], dict[str, float]]  # of transformers' EvalPrediction
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +61,9 @@ class Examples(ABC):
     description
         Where the rows came from.
     train
-        ``datasets.Dataset`` to train on.
+        Rows to train on.
     evaluation
-        To score, by split.
+        Rows to score, by split.
     labels
         Their names in the data's order; ``None``: numbers.
     """
@@ -64,9 +76,9 @@ class Examples(ABC):
     labels: tuple[str, ...] | None
 
     @property
+    @abstractmethod
     def fingerprint(self) -> str:
         """Of the training rows, as ``datasets`` gives it."""
-        return str(self.train._fingerprint)
 
     @abstractmethod
     def encode(self, headed: Headed, processor: str, max_length: int) -> Encoded:
@@ -79,6 +91,11 @@ class Examples(ABC):
 
 class TaskExamples(Examples):
     """Rows of a GLUE task."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the training rows."""
+        return str(self.train._fingerprint)
 
     def encode(self, headed: Headed, processor: str, max_length: int) -> Encoded:
         """Token ids, padded batch by batch."""
@@ -97,11 +114,58 @@ class TaskExamples(Examples):
         """GLUE's own metrics."""
         metric, _ = load_metric(self.task)
 
-        def measured(found: EvalPrediction) -> dict[str, float]:
+        def measured(found: Any) -> dict[str, float]:
             if not order:
                 return compute(metric, found.predictions[:, 0].tolist(), found.label_ids.tolist())
             predictions = found.predictions[:, list(order)].argmax(-1).tolist()
             return compute(metric, predictions, [order.index(k) for k in found.label_ids.tolist()])
+
+        return measured
+
+
+class _Pictures(Dataset[dict[str, Any]]):
+    """Images, read and encoded when they are asked for."""
+
+    def __init__(self, images: LabelledImages, encode: Encoder, headed: Headed) -> None:
+        self.images, self.encode, self.config = images, encode, headed.model.config
+        self.labels = [headed.order[label] for label in images.labels]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        pixels = torch.as_tensor(self.encode([self.images.picture(row)])).float()
+        check_pixels(pixels, self.config)
+        return {"pixel_values": pixels[0], "labels": self.labels[row]}
+
+
+class ImageExamples(Examples):
+    """Labelled images."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the training rows."""
+        return str(self.train.rows._fingerprint)
+
+    def encode(self, headed: Headed, processor: str, max_length: int) -> Encoded:
+        """Pixels as the model's image processor makes them, image by image."""
+        encoder, _ = load_image_encoder(processor, headed.model.config)
+        scored = {
+            split: _Pictures(images, encoder, headed) for split, images in self.evaluation.items()
+        }
+        return Encoded(_Pictures(self.train, encoder, headed), scored, default_data_collator)
+
+    def measure(self, order: Sequence[int]) -> Measure:
+        """How often the label is the first guess, and among the first five."""
+
+        def measured(found: Any) -> dict[str, float]:
+            logits, labels = found.predictions, found.label_ids
+            scores = {"accuracy": float(accuracy_score(labels, logits.argmax(-1)))}
+            outputs = range(logits.shape[-1])
+            if len(outputs) > TOP:
+                top = top_k_accuracy_score(labels, logits, k=TOP, labels=outputs)
+                scores[f"top_{TOP}_accuracy"] = float(top)
+            return scores
 
         return measured
 
@@ -135,4 +199,39 @@ def open_task(name: str, data: str | None, limit: int | None, seed: int) -> Exam
         train=train,
         evaluation=dict(zip(task.validation, scored, strict=True)),
         labels=task.label_names,
+    )
+
+
+def open_images(
+    source: str, split: str | None, eval_split: str | None, limit: int | None, seed: int
+) -> Examples:
+    """Labelled images.
+
+    Parameters
+    ----------
+    source
+        As for :func:`collabify.data.labelled_images.load_images`.
+    split, eval_split
+        To train on (``train``) and to score (``validation``, or ``test`` where there is none).
+    limit, seed
+        Images of a split at most, drawn at random.
+
+    Raises
+    ------
+    OptionError
+        Where there is no such data set, split or column.
+    LabelError
+        Where a label is out of range, or the splits have other labels.
+    """
+    split, eval_split = split or "train", eval_split or scored_split(source)
+    train, scored = (load_images(source, name) for name in (split, eval_split))
+    check_same_labels(train, scored)
+    train, scored = (replace(i, rows=sample(i.rows, limit, seed)) for i in (train, scored))
+    return ImageExamples(
+        task="image-classification",
+        place=f"{source!r}",
+        description=train.name,
+        train=train,
+        evaluation={eval_split.partition("[")[0]: scored},
+        labels=train.label_names,
     )

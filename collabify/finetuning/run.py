@@ -7,7 +7,6 @@ References
 Cordonnier et al. 2020, section 4: 3 epochs of batches of 32 at a learning rate of 2e-5.
 """
 
-import json
 import shutil
 import signal
 import threading
@@ -17,15 +16,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PrinterCallback, TrainingArguments, set_seed
-from transformers.integrations import get_available_reporting_integrations
+from transformers import PrinterCallback, set_seed
 
 from collabify.data.base import Kind
-from collabify.errors import CheckpointError, OptionError, OutputError, first_line
-from collabify.finetuning.examples import Examples, open_task
+from collabify.errors import OptionError
+from collabify.finetuning.arguments import no_trace, trainer_arguments
+from collabify.finetuning.examples import Examples, open_images, open_task
+from collabify.finetuning.folders import check_output, open_work, work_folder, write
 from collabify.finetuning.heads import Headed, choose_trained, load_headed, load_teacher, open_model
-from collabify.finetuning.options import PRECISIONS, Only, Options
+from collabify.finetuning.options import Only, Options
 from collabify.finetuning.trainer import (
     Flow,
     Progress,
@@ -35,22 +34,14 @@ from collabify.finetuning.trainer import (
     last_checkpoint,
 )
 from collabify.healing import is_main_process
-from collabify.storage import (
-    REPORT_FILE,
-    Source,
-    check_not_source,
-    output_folder,
-    read_record,
-    save,
-    versions,
-)
+from collabify.storage import versions
 from collabify.training_record import FinetuneReport
 
-RUN_FILE = "run.json"
 ALPHA, TEMPERATURE = 0.5, 2.0  # where there is a teacher and nothing else is said
 LOGS = 100  # in a run, for those who report them
 
 
+@no_trace()
 def finetune(
     model: str,
     *,
@@ -160,9 +151,9 @@ def finetune(
     options.check(teacher=teacher is not None)
     kind = _kind(task, data, image_data, split, eval_split)
     target = Path(out).resolve()
-    work = target.with_name(f".{target.name}-finetuning")
-    _check_output(target, model, work, resume=resume, overwrite=overwrite)
-    arguments = _arguments(work, options, device, report_to)
+    work = work_folder(target)
+    check_output(target, model, work, resume=resume, overwrite=overwrite)
+    arguments = trainer_arguments(work, options, device, report_to)
     source, config = open_model(model, kind)
     if kind == "text":
         examples = open_task(str(task), data, limit, seed)
@@ -171,10 +162,21 @@ def finetune(
     set_seed(seed)
     headed = load_headed(source, config, kind, examples.labels, examples.place)
     parameters = choose_trained(headed, only)
-    training = _training(arguments, headed, source, examples, options, teacher, kind)
-    asked = options.to_dict() | {"processes": arguments.world_size}
+    encoded = examples.encode(headed, source.location, max_length)
+    training = Training(
+        teacher=_teacher(teacher, headed, examples, options, kind),
+        model=headed.model,
+        args=arguments,
+        train_dataset=encoded.train,
+        eval_dataset=encoded.evaluation,
+        data_collator=encoded.collate,
+        compute_metrics=examples.measure(headed.order),
+    )
+    training.remove_callback(PrinterCallback)
+    launched = {"no": "fp32"}.get(arguments.mixed_precision, arguments.mixed_precision)
+    asked = options.to_dict() | {"precision": launched, "processes": arguments.world_size}
     run = {"model": source.record, "teacher": teacher, "fingerprint": examples.fingerprint}
-    checkpoint = _open_work(work, {**run, "task": examples.task, **asked}, resume=resume)
+    checkpoint = open_work(work, {**run, "task": examples.task, **asked}, resume=resume)
     _train(training, checkpoint, progress, reported=bool(report_to))
     report = FinetuneReport(
         task=examples.task,
@@ -184,8 +186,8 @@ def finetune(
         labels=tuple(headed.model.config.id2label.values()) if headed.order else (),
         new_head=headed.new_head,
         new_parameters=headed.new_parameters,
-        examples=len(examples.train),
-        evaluated=sum(len(split) for split in examples.evaluation.values()),
+        examples=len(encoded.train),
+        evaluated=sum(map(len, encoded.evaluation.values())),
         steps=training.state.global_step,
         parameters=parameters,
         options=asked | {"device": str(arguments.device)},
@@ -196,7 +198,7 @@ def finetune(
         versions=versions(),
     )
     if is_main_process():
-        _write(headed.model, source, target, report, overwrite=overwrite)
+        write(headed.model, source, target, report, overwrite=overwrite)
         shutil.rmtree(work, ignore_errors=True)
     return report
 
@@ -226,128 +228,18 @@ def _kind(
     return "image" if task is None else "text"
 
 
-def _check_output(target: Path, model: str, work: Path, *, resume: bool, overwrite: bool) -> None:
-    """Refuse what could not be written at the end, before anything takes time."""
-    with output_folder(target, overwrite=overwrite, keep=False):
-        pass
-    check_not_source(target, model)
-    found = last_checkpoint(work)
-    if found is not None and not resume and not overwrite:
-        raise OutputError(
-            f"{str(work)!r} holds a run that was interrupted, up to step {checkpoint_step(found)}. "
-            "Go on with --resume, or start over with --overwrite."
-        )
-
-
-def _arguments(
-    work: Path, options: Options, device: str | None, report_to: Sequence[str]
-) -> TrainingArguments:
-    """The options in the Trainer's words."""
-    if device not in (None, "cpu", "cuda", "mps"):
-        raise OptionError(
-            f"device={device!r} must be cpu, cuda or mps. Choose one GPU of several with "
-            "CUDA_VISIBLE_DEVICES."
-        )
-    there = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
-    if device in there and not there[device]():
-        raise OptionError(
-            f"device={device!r} must be one that torch can use here. Leave out --device."
-        )
-    trackers = get_available_reporting_integrations()
-    for name in report_to:
-        if name not in trackers:
-            raise OptionError(
-                f"report_to={name!r} must be a tracker that is installed "
-                f"({', '.join(trackers) or 'there is none'}). Install it, or leave out --report-to."
-            )
-    precision = PRECISIONS[options.precision]
-    try:
-        arguments = TrainingArguments(
-            output_dir=str(work),
-            num_train_epochs=options.epochs,
-            learning_rate=options.learning_rate,
-            per_device_train_batch_size=options.batch_size,
-            per_device_eval_batch_size=options.batch_size,
-            seed=options.seed,
-            fp16=precision == "fp16",
-            bf16=precision == "bf16",
-            use_cpu=device == "cpu",
-            eval_strategy="epoch",
-            save_strategy="epoch",
-            logging_strategy="epoch",
-            save_total_limit=2,
-            logging_nan_inf_filter=False,
-            report_to=list(report_to) or "none",
-            disable_tqdm=True,
-            remove_unused_columns=False,
-            label_names=["labels"],
-            dataloader_pin_memory=device != "cpu" and torch.cuda.is_available(),
-        )
-        arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs: accelerate launch
-    except ValueError as error:
-        raise OptionError(
-            f"precision={options.precision!r} cannot be had here ({first_line(error)}). "
-            "Leave out --precision."
-        ) from error
-    return arguments
-
-
-def _training(
-    arguments: TrainingArguments,
-    headed: Headed,
-    source: Source,
-    examples: Examples,
-    options: Options,
-    teacher: str | None,
-    kind: Kind,
-) -> Training:
-    """The Trainer, ready to start."""
-    following = None
-    if teacher is not None:
-        following = Teacher(
-            load_teacher(teacher, headed, kind, examples.labels),
-            ALPHA if options.alpha is None else options.alpha,
-            TEMPERATURE if options.temperature is None else options.temperature,
-            options.hidden_states,
-        )
-    encoded = examples.encode(headed, source.location, options.max_length)
-    training = Training(
-        teacher=following,
-        model=headed.model,
-        args=arguments,
-        train_dataset=encoded.train,
-        eval_dataset=encoded.evaluation,
-        data_collator=encoded.collate,
-        compute_metrics=examples.measure(headed.order),
-    )
-    training.remove_callback(PrinterCallback)
-    return training
-
-
-def _open_work(work: Path, run: dict[str, Any], *, resume: bool) -> Path | None:
-    """The folder of the checkpoints, made new or that of the same run; the last one in it."""
-    found = last_checkpoint(work) if resume else None
-    if found is None:
-        if is_main_process():
-            shutil.rmtree(work, ignore_errors=True)
-            work.mkdir(parents=True)
-            (work / RUN_FILE).write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
+def _teacher(
+    name: str | None, headed: Headed, examples: Examples, options: Options, kind: Kind
+) -> Teacher | None:
+    """The teacher, if there is one."""
+    if name is None:
         return None
-    try:
-        before = json.loads((work / RUN_FILE).read_text(encoding="utf-8"))
-        differ = [name for name in (before | run) if before.get(name) != run.get(name)]
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{str(work)!r} holds a run that was interrupted, and cannot be read "
-            f"({first_line(error)}). Start over with --overwrite instead of --resume."
-        ) from error
-    if differ:
-        name = differ[0]
-        raise OptionError(
-            f"{name}={run.get(name)!r} must be {before.get(name)!r}, as in the run to go on with "
-            f"({', '.join(differ)} differ). Start over with --overwrite instead of --resume."
-        )
-    return found
+    return Teacher(
+        load_teacher(name, headed, kind, examples.labels),
+        ALPHA if options.alpha is None else options.alpha,
+        TEMPERATURE if options.temperature is None else options.temperature,
+        options.hidden_states,
+    )
 
 
 def _train(
@@ -413,17 +305,3 @@ def _scores(history: Sequence[dict[str, Any]], splits: Iterable[str]) -> tuple[d
             if found:
                 records[-1][split] = {n: v for n, v in found.items() if n not in _TIMES}
     return tuple(records)
-
-
-def _write(
-    model: Any, source: Source, target: Path, report: FinetuneReport, *, overwrite: bool
-) -> None:
-    """The model, its companions, and the record beside those of before."""
-    record = read_record(source)
-    with output_folder(target, overwrite=overwrite) as folder:
-        save(model, folder, source=source)
-        told = json.loads(report.to_json())
-        if "finetuning" in record:
-            told["before"] = record["finetuning"]
-        text = json.dumps({**record, "finetuning": told}, indent=2)
-        (folder / REPORT_FILE).write_text(text + "\n", encoding="utf-8")

@@ -67,8 +67,8 @@ def distillation(
     told, said = told.float(), said.float()
     if said.shape[-1] == 1:
         return nn.functional.mse_loss(said, told)
-    soft = [nn.functional.log_softmax(z / temperature, dim=-1) for z in (said, told)]
-    kl = nn.functional.kl_div(*soft, reduction="batchmean", log_target=True)
+    soft, wanted = (nn.functional.log_softmax(z / temperature, dim=-1) for z in (said, told))
+    kl = nn.functional.kl_div(soft, wanted, reduction="batchmean", log_target=True)
     return kl * temperature**2
 
 
@@ -112,7 +112,7 @@ class Training(Trainer):
             loss = loss + _distance(told.hidden_states, said.hidden_states, inputs)
         return (loss, said) if return_outputs else loss
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """One step's gradients.
 
         Raises
