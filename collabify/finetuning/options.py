@@ -2,11 +2,11 @@
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 from collabify.errors import OptionError
 
-Only = Literal["all", "attention"]
+ONLY = ("all", "attention")
 
 # As people write them, and as transformers' own flags say it.
 PRECISIONS = {
@@ -54,7 +54,7 @@ class Options:
     learning_rate: float = 2e-5
     batch_size: int = 32
     max_length: int = 128
-    only: Only = "all"
+    only: str = "all"
     alpha: float | None = None
     temperature: float | None = None
     hidden_states: bool = False
@@ -88,7 +88,7 @@ class Options:
             raise OptionError(f"seed={self.seed} must be in [0, 2^32). Change --seed.")
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             raise OptionError(f"alpha={self.alpha} must be in [0, 1]. Change --alpha.")
-        _one_of("only", self.only, get_args(Only))
+        _one_of("only", self.only, ONLY)
         _one_of("precision", self.precision, PRECISIONS)
         asked = self.to_dict()
         given = [name for name in ("alpha", "temperature", "hidden_states") if name in asked]

@@ -24,7 +24,7 @@ from collabify.finetuning.arguments import no_trace, trainer_arguments
 from collabify.finetuning.examples import Examples, open_images, open_task
 from collabify.finetuning.folders import check_output, open_work, work_folder, write
 from collabify.finetuning.heads import Headed, choose_trained, load_headed, load_teacher, open_model
-from collabify.finetuning.options import Only, Options
+from collabify.finetuning.options import Options
 from collabify.finetuning.trainer import (
     Flow,
     Progress,
@@ -55,7 +55,7 @@ def finetune(
     learning_rate: float = 2e-5,
     batch_size: int = 32,
     max_length: int = 128,
-    only: Only = "all",
+    only: str = "all",
     teacher: str | None = None,
     alpha: float | None = None,
     temperature: float | None = None,

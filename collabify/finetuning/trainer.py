@@ -93,7 +93,7 @@ class Training(Trainer):
     def compute_loss(  # type: ignore[override]
         self,
         model: nn.Module,
-        inputs: dict[str, Any],
+        inputs: Any,  # a mapping; the collator decides which
         return_outputs: bool = False,
         **kwargs: Any,
     ) -> Any:
