@@ -492,7 +492,9 @@ def test_hidden_states_come_closer_where_they_are_asked_for(
                 ).hidden_states
                 for folder in (out, teacher)
             )
-        distances.append(sum(float((h - g).square().sum()) for h, g in zip(ours, theirs, strict=True)))
+        distances.append(
+            sum(float((h - g).square().sum()) for h, g in zip(ours, theirs, strict=True))
+        )
     assert distances[1] < 0.9 * distances[0]
 
 
@@ -601,9 +603,7 @@ def test_the_seed_decides(folders: Callable[[str], str], glue: str, tmp_path: Pa
     found = []
     for number, seed in enumerate((1, 1, 2)):
         out = tmp_path / str(number)
-        collabify.finetune(
-            folders("original"), task="sst2", data=glue, out=out, seed=seed, **SHORT
-        )
+        collabify.finetune(folders("original"), task="sst2", data=glue, out=out, seed=seed, **SHORT)
         found.append(weights(out))
     assert equal(found[0], found[1])
     assert not equal(found[0], found[2])
@@ -687,7 +687,11 @@ BAD = [
     ({"teacher": "x", "alpha": 1.5}, OptionError, r"alpha=1.5 must be in \[0, 1\]"),
     ({"teacher": "x", "temperature": 0.0}, OptionError, "temperature=0.0 must be above 0"),
     ({"device": "tpu"}, OptionError, "device='tpu' must be cpu, cuda or mps"),
-    ({"report_to": ["carrier-pigeon"]}, OptionError, "report_to='carrier-pigeon' must be a tracker"),
+    (
+        {"report_to": ["carrier-pigeon"]},
+        OptionError,
+        "report_to='carrier-pigeon' must be a tracker",
+    ),
     ({"data": "/nowhere"}, OptionError, "data='/nowhere' must be a data set's folder"),
     ({"task": "cola"}, OptionError, "no configuration 'cola'. There are: "),
 ]
@@ -731,13 +735,13 @@ def test_bad_images(tmp_path: Path, glue: str) -> None:
     source = str(write_model(tmp_path / "m", "vit"))
     write_images(tmp_path / "images", {"train": 4})
     call: dict[str, Any] = {"out": tmp_path / "o", "image_data": str(tmp_path / "images")}
-    with pytest.raises(OptionError, match="none of the splits validation, test. There are: train"):
+    with pytest.raises(OptionError, match="scored on what it was trained on, 'train'. Name other"):
         collabify.finetune(source, **call)
     with pytest.raises(OptionError, match="no split 'half'. There are: train"):
         collabify.finetune(source, eval_split="half", **call)
     with pytest.raises(OptionError, match="no column of images. There are: sentence"):
         collabify.finetune(source, out=tmp_path / "o", image_data=f"{glue}:sst2")
-    with pytest.raises(OptionError, match="must be a folder of images, or a data set"):
+    with pytest.raises(OptionError, match="must be a data set's folder"):
         collabify.finetune(source, out=tmp_path / "o", image_data=str(tmp_path / "nothing"))
 
 

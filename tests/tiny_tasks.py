@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from datasets import ClassLabel, Dataset, Features, Value
 from PIL import Image
 from tiny_models import TINY
@@ -70,7 +71,9 @@ def write_task(
     (root / "README.md").write_text("\n".join([*lines, "---", ""]))
 
 
-def write_images(root: Path, sizes: dict[str, int], labels: Sequence[str] = ("red", "blue")) -> None:
+def write_images(
+    root: Path, sizes: dict[str, int], labels: Sequence[str] = ("red", "blue")
+) -> None:
     """A folder of pictures for each label of each split: more red than blue, or the reverse."""
     generator = torch.Generator().manual_seed(3)
     for split, size in sizes.items():
@@ -91,10 +94,13 @@ def write_model(
     With ``config`` it has a head, and the configuration these values.
     """
     tiny = TINY[kind]
-    model = tiny.build(headed=bool(config))
-    if config:
-        model.config.update(config)
-        model = type(model)(model.config)
+    made = tiny.config()
+    made.initializer_range = 0.15  # peaked attention is slow to learn
+    made.update(config)
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        cls = getattr(transformers, tiny.headed) if config else transformers.AutoModel
+        model = cls(made) if config else cls.from_config(made)
     if conversion is not None:
         collabify.convert(model, **conversion)
     model.save_pretrained(folder)

@@ -13,20 +13,17 @@ from sklearn.metrics import accuracy_score, top_k_accuracy_score
 from torch.utils.data import Dataset
 from transformers import DataCollatorWithPadding, default_data_collator
 
+from collabify.data.classes import ImageClasses, load_images
 from collabify.data.glue import HUB, Task, encode, find_task, load_task
-from collabify.data.images import Encoder, check_pixels, load_image_encoder
-from collabify.data.labelled_images import (
-    LabelledImages,
-    check_same_labels,
-    load_images,
-    scored_split,
-)
+from collabify.data.images import Encoder, as_image, check_pixels, load_image_encoder
 from collabify.data.splits import sample
 from collabify.data.text import load_tokenizer
+from collabify.errors import CollabifyError, LabelError, OptionError, first_line
 from collabify.finetuning.heads import Headed
 from collabify.metrics import compute, load_metric
 
 TOP = 5
+TRAIN = "train"
 
 Measure = Callable[[Any], dict[str, float]]  # of transformers' EvalPrediction
 
@@ -126,17 +123,28 @@ class TaskExamples(Examples):
 class _Pictures(Dataset[dict[str, Any]]):
     """Images, read and encoded when they are asked for."""
 
-    def __init__(self, images: LabelledImages, encode: Encoder, headed: Headed) -> None:
+    def __init__(self, images: ImageClasses, encode: Encoder, headed: Headed) -> None:
         self.images, self.encode, self.config = images, encode, headed.model.config
-        self.labels = [headed.order[label] for label in images.labels]
+        self.labels = [headed.order[label] for label in images.rows[images.label]]
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        pixels = torch.as_tensor(self.encode([self.images.picture(row)])).float()
+        pixels = torch.as_tensor(self.encode([self._picture(row)])).float()
         check_pixels(pixels, self.config)
         return {"pixel_values": pixels[0], "labels": self.labels[row]}
+
+    def _picture(self, row: int) -> Any:
+        place = f"Row {row} of {self.images.name!r}:{self.images.split}"
+        try:
+            return as_image(self.images.rows[row][self.images.image], place)
+        except (OSError, SyntaxError, ValueError) as error:
+            if isinstance(error, CollabifyError):
+                raise
+            raise OptionError(
+                f"{place} cannot be read as an image ({first_line(error)}). Remove or replace it."
+            ) from error
 
 
 class ImageExamples(Examples):
@@ -210,9 +218,9 @@ def open_images(
     Parameters
     ----------
     source
-        As for :func:`collabify.data.labelled_images.load_images`.
+        As for :func:`collabify.data.classes.load_images`.
     split, eval_split
-        To train on (``train``) and to score (``validation``, or ``test`` where there is none).
+        To train on (``train``) and to score (the first there is of validation and test).
     limit, seed
         Images of a split at most, drawn at random.
 
@@ -223,15 +231,23 @@ def open_images(
     LabelError
         Where a label is out of range, or the splits have other labels.
     """
-    split, eval_split = split or "train", eval_split or scored_split(source)
-    train, scored = (load_images(source, name) for name in (split, eval_split))
-    check_same_labels(train, scored)
+    train, scored = load_images(source, split or TRAIN), load_images(source, eval_split)
+    if scored.split == train.split:
+        raise OptionError(
+            f"image_data={source!r} would be scored on what it was trained on, {train.split!r}. "
+            f"Name other splits or slices: --split '{TRAIN}[:80%]' --eval-split '{TRAIN}[80%:]'"
+        )
+    if train.names != scored.names:
+        raise LabelError(
+            f"The labels of {scored.split!r} of {source!r} ({', '.join(scored.names)}) must be "
+            f"those of {train.split!r} ({', '.join(train.names)}). Put the data right."
+        )
     train, scored = (replace(i, rows=sample(i.rows, limit, seed)) for i in (train, scored))
     return ImageExamples(
         task="image-classification",
         place=f"{source!r}",
-        description=train.name,
+        description=f"{source}:{train.split}",
         train=train,
-        evaluation={eval_split.partition("[")[0]: scored},
-        labels=train.label_names,
+        evaluation={scored.split.partition("[")[0]: scored},
+        labels=train.names,
     )
