@@ -12,6 +12,7 @@ import wrapt
 if TYPE_CHECKING:
     from collabify.conversion import analyze, convert
     from collabify.errors import CollabifyError
+    from collabify.evaluation import evaluate_drift, evaluate_glue, evaluate_image
     from collabify.finetuning import finetune
     from collabify.healing import heal
     from collabify.models import find_attention
@@ -22,6 +23,9 @@ __all__ = [
     "__version__",
     "analyze",
     "convert",
+    "evaluate_drift",
+    "evaluate_glue",
+    "evaluate_image",
     "find_attention",
     "finetune",
     "heal",
@@ -30,6 +34,9 @@ __all__ = [
 _HOME = {
     "analyze": "collabify.conversion",
     "convert": "collabify.conversion",
+    "evaluate_drift": "collabify.evaluation",
+    "evaluate_glue": "collabify.evaluation",
+    "evaluate_image": "collabify.evaluation",
     "find_attention": "collabify.models",
     "finetune": "collabify.finetuning",
     "heal": "collabify.healing",

@@ -9,7 +9,7 @@ the same names, inputs and numbers.
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,7 +95,7 @@ def _no_waiting() -> Iterator[None]:
         evaluate.config.HF_EVALUATE_OFFLINE = before
 
 
-def compute(metric: Any, predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
+def compute(metric: Any, predictions: Any, references: Any) -> dict[str, float]:
     """All numbers of a metric; NaN where constant predictions leave one undefined.
 
     Raises

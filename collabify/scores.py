@@ -1,6 +1,6 @@
 """Frozen records of how well models do on labelled data; JSON, no tensors.
 
-Scores are in their own units: shares in [0, 1], correlations in [-1, 1]; tables show 100 times that.
+Scores are in their own units: shares in [0, 1], correlations in [-1, 1].
 """
 
 import json
@@ -104,7 +104,7 @@ class GlueScores:
     tasks
         One entry for each task and split.
     averages
-        Over what is there; none where only one number is.
+        Over the tasks that are there; none where only one is.
     options
         Everything that was asked for.
     seconds

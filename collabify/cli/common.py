@@ -43,6 +43,18 @@ Calibration = Annotated[
         "(NAME[:CONFIG[:SPLIT[:COLUMN]]]), 'synthetic' (no data needed) or 'none' (weights only).",
     ),
 ]
+Baseline = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", help="What MODEL is compared with, on the same examples."),
+]
+BatchSize = Annotated[int, typer.Option(metavar="B", help="Examples at once.")]
+Limit = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Examples at most, drawn at random. (default: all)"),
+]
+Resamples = Annotated[
+    int, typer.Option(metavar="N", help="Of the bootstrap behind the 95 % intervals.")
+]
 Seed = Annotated[int, typer.Option(metavar="S", help="For all that is drawn at random.")]
 Samples = Annotated[int, typer.Option(metavar="N", help="Calibration samples.")]
 MaxLength = Annotated[int, typer.Option(metavar="T", help="Tokens of a text at most.")]
@@ -137,14 +149,23 @@ def progress_bar(*, quiet: bool) -> Iterator[Callable[[str, int, int, str], None
         BarColumn,
         MofNCompleteColumn,
         Progress,
+        Task,
         TextColumn,
         TimeRemainingColumn,
     )
+    from rich.text import Text
+
+    class Rate(TextColumn):
+        """How many are done in a second."""
+
+        def render(self, task: Task) -> Text:
+            return Text("" if task.speed is None else f"{task.speed:.1f}/s")
 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
+        Rate(""),
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )

@@ -12,8 +12,8 @@ from collabify.errors import LabelError
 def label_order(names: Sequence[str], config: Any, place: str) -> tuple[int, ...]:
     """The head's output for each label of the data, by names and not by luck.
 
-    Names are compared without regard to case and to ``-``, ``_`` and spaces. Generic names in the
-    model's config (``LABEL_0``, or plain numbers) say nothing, and then the order is the data's.
+    Names are compared without regard to case and to ``-``, ``_`` and spaces. Generic names
+    (``LABEL_0``, or plain numbers) say nothing, and then positions decide.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ def label_order(names: Sequence[str], config: Any, place: str) -> tuple[int, ...
             f"({_listed(head)}) and {place} has {len(names)} ({_listed(names)}). "
             "Give a model for this task, or make one: collabify finetune"
         )
-    if has_generic_names(config):
+    if not ordered_by_name(names, config):
         return tuple(range(len(names)))
     ours, theirs = [plain(name) for name in names], [plain(name) for name in head]
     if ours == theirs:
@@ -54,11 +54,15 @@ def head_names(config: Any) -> list[str]:
     return [str(config.id2label[output]) for output in sorted(config.id2label)]
 
 
-def has_generic_names(config: Any) -> bool:
-    """Whether a config names its labels ``LABEL_0, LABEL_1, ...`` or just counts them."""
+def ordered_by_name(names: Sequence[str], config: Any) -> bool:
+    """Whether :func:`label_order` goes by names; where one side has none, it goes by position."""
+    return not (_generic(names) or _generic(head_names(config)))
+
+
+def _generic(names: Sequence[str]) -> bool:
+    """Whether names only count: ``LABEL_0, LABEL_1, ...`` or ``0, 1, ...``."""
     return all(
-        name.upper() in (f"LABEL_{output}", str(output))
-        for output, name in enumerate(head_names(config))
+        name.upper() in (f"LABEL_{output}", str(output)) for output, name in enumerate(names)
     )
 
 

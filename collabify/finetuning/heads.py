@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from collabify.data.base import Kind, model_kind
-from collabify.data.labels import has_generic_names, label_order, plain
+from collabify.data.labels import head_names, label_order, ordered_by_name, plain
 from collabify.errors import CheckpointError, CollabifyWarning, LabelError, OptionError
 from collabify.healing import new_parameters
 from collabify.models import find_attention
@@ -130,7 +130,7 @@ def _why_new(config: Any, kind: Kind, labels: Sequence[str] | None, place: str) 
     try:
         label_order(labels, config, place)
     except LabelError:
-        own = ", ".join(config.id2label.values())
+        own = ", ".join(head_names(config))
         return f"its own tells {own} apart"
     return None
 
@@ -143,7 +143,8 @@ def _take_labels(
         config.num_labels, config.problem_type = 1, "regression"
         return ()
     config.problem_type = "single_label_classification"
-    if anew or has_generic_names(config):
+    nameless = not ordered_by_name(head_names(config), config)
+    if anew or nameless:
         config.num_labels = len(labels)
         config.id2label = dict(enumerate(labels))
         config.label2id = {name: output for output, name in enumerate(labels)}
@@ -237,11 +238,12 @@ def _check_outputs(
         )
     if labels is None and config.num_labels == 1:
         return
-    theirs, own = (list(c.id2label.values()) for c in (config, ours))
-    nameless = has_generic_names(config) and len(theirs) == len(own) and labels is not None
-    if nameless:
+    theirs, own = head_names(config), head_names(ours)
+    if list(map(plain, theirs)) == list(map(plain, own)):
+        return
+    if labels is not None and len(theirs) == len(own) and not ordered_by_name(own, config):
         _warn(f"The labels of {name!r} have no names; they are taken to be {', '.join(own)}.")
-    elif list(map(plain, theirs)) != list(map(plain, own)):
+    else:
         raise LabelError(
             f"The labels of the teacher {name!r} ({', '.join(theirs)}) must be the student's, in "
             f"the same order ({', '.join(own)}). Change --teacher."

@@ -1,0 +1,104 @@
+"""``collabify eval glue``: the paper's table for a fine-tuned model, and for its baseline."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from collabify.cli.common import (
+    Baseline,
+    BatchSize,
+    Device,
+    Json,
+    Limit,
+    MaxLength,
+    Resamples,
+    Seed,
+    load_model,
+    print_table,
+    progress_bar,
+    reported,
+)
+
+if TYPE_CHECKING:
+    from collabify.scores import GlueScores
+
+_TASK = "{task}"
+
+
+@reported
+def glue(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A fine-tuned model: a folder or a Hub id; {task} in it stands for the task.",
+            show_default=False,
+        ),
+    ],
+    task: Annotated[
+        list[str],
+        typer.Option(
+            metavar="T",
+            help="cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli; several with commas or "
+            "options; all: those that the data have.",
+            show_default=False,
+        ),
+    ],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DATA", help="A folder or Hub id laid out as GLUE. (default: nyu-mll/glue)"
+        ),
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(metavar="SPLIT", help="(default: validation; of mnli both)")
+    ] = None,
+    baseline: Baseline = None,
+    batch_size: BatchSize = 32,
+    max_length: MaxLength = 128,
+    limit: Limit = None,
+    resamples: Resamples = 1000,
+    seed: Seed = 0,
+    device: Device = None,
+    json: Json = False,
+) -> None:
+    """Score MODEL on tasks of GLUE, and with --baseline the difference, with 95 % intervals."""
+    from collabify.evaluation import evaluate_glue
+    from collabify.storage import check_device, locate
+
+    check_device(device)
+    names = [name.strip() for given in task for name in given.split(",") if name.strip()]
+    for name in (model, baseline):
+        if name is not None and _TASK not in name:
+            locate(name)  # refuses before data are read
+    with progress_bar(quiet=json) as show:
+        report = evaluate_glue(
+            _loader(model, device),
+            names,
+            data=data,
+            split=split,
+            batch_size=batch_size,
+            max_length=max_length,
+            limit=limit,
+            baseline=None if baseline is None else _loader(baseline, device),
+            resamples=resamples,
+            seed=seed,
+            progress=show,
+        )
+    if json:
+        typer.echo(report.to_json())
+    else:
+        _print(report)
+
+
+def _loader(name: str, device: str | None) -> Callable[[str], Any]:
+    return lambda task: load_model(name.replace(_TASK, task), "auto", device)[0]
+
+
+def _print(report: "GlueScores") -> None:
+    from collabify.scoreboard import glue_notes, glue_table
+
+    print_table(*glue_table(report))
+    for note in glue_notes(report):
+        typer.echo(note)

@@ -1,0 +1,69 @@
+"""``collabify eval image``: top-1 and top-5 accuracy."""
+
+from typing import Annotated
+
+import typer
+
+from collabify.cli.common import (
+    Baseline,
+    BatchSize,
+    Device,
+    Json,
+    Limit,
+    Model,
+    Resamples,
+    Seed,
+    load_model,
+    print_table,
+    progress_bar,
+    reported,
+)
+
+
+@reported
+def image(
+    model: Model,
+    data: Annotated[
+        str,
+        typer.Option(
+            metavar="DATA",
+            help="A data set (NAME or NAME:CONFIG), or a folder with a folder of images a class.",
+            show_default=False,
+        ),
+    ],
+    split: Annotated[
+        str | None,
+        typer.Option(metavar="SPLIT", help="(default: the first of validation, test, train)"),
+    ] = None,
+    baseline: Baseline = None,
+    batch_size: BatchSize = 32,
+    limit: Limit = None,
+    resamples: Resamples = 1000,
+    seed: Seed = 0,
+    device: Device = None,
+    json: Json = False,
+) -> None:
+    """Score MODEL, an image classifier, and with --baseline the difference, with 95 % intervals."""
+    from collabify.evaluation import evaluate_image
+    from collabify.scoreboard import image_notes, image_table
+
+    loaded, _ = load_model(model, "auto", device)
+    other = None if baseline is None else load_model(baseline, "auto", device)[0]
+    with progress_bar(quiet=json) as show:
+        report = evaluate_image(
+            loaded,
+            data,
+            split=split,
+            batch_size=batch_size,
+            limit=limit,
+            baseline=other,
+            resamples=resamples,
+            seed=seed,
+            progress=show,
+        )
+    if json:
+        typer.echo(report.to_json())
+        return
+    print_table(*image_table(report))
+    for note in image_notes(report):
+        typer.echo(note)
