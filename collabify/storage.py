@@ -415,7 +415,7 @@ def save(
     source
         Where tokenizer, image processor and the like are copied from.
     report
-        Written as ``collabify.json``.
+        Written as ``collabify.json``, with what the source's says of its fine-tuning.
     """
     try:
         model.save_pretrained(folder)
@@ -424,7 +424,11 @@ def save(
     if source is not None:
         _copy_companions(source, folder)
     if report is not None:
-        (folder / REPORT_FILE).write_text(report.to_json() + "\n")
+        record = json.loads(report.to_json())
+        before = {} if source is None else read_record(source)
+        if "finetuning" in before:
+            record["finetuning"] = before["finetuning"]
+        (folder / REPORT_FILE).write_text(json.dumps(record, indent=2) + "\n")
 
 
 def _copy_companions(source: Source, folder: Path) -> None:

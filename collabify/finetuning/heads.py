@@ -12,7 +12,7 @@ from torch import nn
 from collabify.data.base import Kind, model_kind
 from collabify.data.labels import head_names, label_order, ordered_by_name, plain
 from collabify.errors import CheckpointError, CollabifyWarning, LabelError, OptionError
-from collabify.healing import new_parameters
+from collabify.healing import is_main_process, new_parameters
 from collabify.models import find_attention
 from collabify.storage import Source, find, read
 
@@ -113,7 +113,8 @@ def load_headed(
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, CollabifyWarning, stacklevel=4)
+    if is_main_process():
+        warnings.warn(message, CollabifyWarning, stacklevel=4)
 
 
 def _why_new(config: Any, kind: Kind, labels: Sequence[str] | None, place: str) -> str | None:
