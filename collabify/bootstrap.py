@@ -51,7 +51,7 @@ def pearson(predictions: Array, references: Array) -> Floats:
 
 def matthews(predictions: Array, references: Array) -> Floats:
     """Matthews' correlation of two labels, which is Pearson's; 0 where one side is constant."""
-    return np.nan_to_num(pearson(predictions, references), nan=0.0)
+    return np.asarray(np.nan_to_num(pearson(predictions, references), nan=0.0))
 
 
 def spearman(predictions: Array, references: Array) -> Floats:

@@ -15,6 +15,9 @@ from typing import Any
 
 import datasets  # type: ignore[import-untyped,unused-ignore]
 import evaluate  # type: ignore[import-untyped,unused-ignore]
+from evaluate.utils.file_utils import (  # type: ignore[import-untyped,unused-ignore]
+    DownloadConfig,
+)
 from scipy import stats
 from sklearn import metrics
 
@@ -74,7 +77,7 @@ def load_metric(task: str) -> tuple[Any, str]:
     """
     try:
         with _no_waiting():
-            once = datasets.DownloadConfig(max_retries=0)
+            once = DownloadConfig(max_retries=0)
             loaded = evaluate.load(
                 "glue", task, module_type="metric", keep_in_memory=True, download_config=once
             )

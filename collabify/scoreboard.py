@@ -47,6 +47,21 @@ def glue_table(report: GlueScores) -> Table:
     return _columns(cells, examples=True)
 
 
+def width(table: Table) -> int:
+    """Characters of a table's longest line, with three between columns."""
+    heads, rows = table
+    columns = zip(heads, *rows, strict=True)
+    return sum(3 + max(len(part) for cell in c for part in cell.split("\n")) for c in columns)
+
+
+def transposed(table: Table) -> Table:
+    """The same with a row for each column."""
+    heads, rows = table
+    _, *names = heads
+    turned = zip(names, *(row[1:] for row in rows), strict=True)
+    return ["", *(row[0] for row in rows)], [[n.replace("\n", " "), *c] for n, *c in turned]
+
+
 def _named(scores: TaskScores, metric: str) -> Score:
     return next(score for score in scores.scores if score.metric == metric)
 

@@ -44,6 +44,7 @@ FORMS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "tucker-heads": ("albert-inner", LOW["tucker-heads"]),
 }
 SHORT: dict[str, Any] = FAST | {"epochs": 2, "limit": 24, "batch_size": 6}  # 4 steps an epoch
+PREPARED = pytest.mark.filterwarnings("ignore:Images are prepared for .* as best one can")
 NEW_HEAD = pytest.mark.filterwarnings("ignore:.*gets a new head")
 
 
@@ -628,6 +629,7 @@ def test_bfloat16_trains_float32_weights(
 # Images.
 
 
+@PREPARED
 @NEW_HEAD
 @pytest.mark.parametrize(
     ("kind", "conversion"),
@@ -647,6 +649,7 @@ def test_images_are_learned(kind: str, conversion: Any, tmp_path: Path) -> None:
     assert model.config.id2label == {0: "blue", 1: "red"}
 
 
+@PREPARED
 @NEW_HEAD
 def test_slices_and_the_first_five_guesses(tmp_path: Path) -> None:
     source = write_model(tmp_path / "m", "vit")
@@ -723,6 +726,13 @@ def test_a_device_that_is_not_there(
         )
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_float16_on_a_cpu(folders: Callable[[str], str], glue: str, tmp_path: Path) -> None:
+    call: dict[str, Any] = {"task": "sst2", "data": glue, "out": tmp_path / "o", **SHORT}
+    with pytest.raises(OptionError, match="precision='fp16' cannot be had here"):
+        collabify.finetune(folders("original"), precision="fp16", **call)
+
+
 def test_the_wrong_kind_of_data(folders: Callable[[str], str], glue: str, tmp_path: Path) -> None:
     vit = write_model(tmp_path / "m", "vit")
     with pytest.raises(OptionError, match=r"takes images, and the data are texts.*--image-data"):
@@ -743,6 +753,30 @@ def test_bad_images(tmp_path: Path, glue: str) -> None:
         collabify.finetune(source, out=tmp_path / "o", image_data=f"{glue}:sst2")
     with pytest.raises(OptionError, match="must be a data set's folder"):
         collabify.finetune(source, out=tmp_path / "o", image_data=str(tmp_path / "nothing"))
+
+
+@NEW_HEAD
+def test_an_image_processor_is_used_where_there_is_one(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "m", "vit")
+    write_images(tmp_path / "images", {"train": 4, "test": 4})
+    call: dict[str, Any] = {"image_data": str(tmp_path / "images"), **FAST}
+    with pytest.warns(CollabifyWarning, match=r"\(no preprocessor_config.json: resized to 8 x 8"):
+        plain = collabify.finetune(str(source), out=tmp_path / "a", **call)
+    size = {"height": 8, "width": 8}
+    transformers.ViTImageProcessor(size=size, image_mean=[9.0] * 3).save_pretrained(source)
+    other = collabify.finetune(str(source), out=tmp_path / "b", **call)
+    assert (tmp_path / "b" / "preprocessor_config.json").is_file()
+    assert plain.scores[0]["loss"] != pytest.approx(other.scores[0]["loss"], abs=1e-3)
+
+
+@PREPARED
+@NEW_HEAD
+def test_an_image_that_cannot_be_read(tmp_path: Path) -> None:
+    source = str(write_model(tmp_path / "m", "vit"))
+    write_images(tmp_path / "images", {"train": 4, "test": 4})
+    (tmp_path / "images" / "train" / "red" / "0.png").write_bytes(b"no image")
+    with pytest.raises(OptionError, match=r"Row [0-3] of .* cannot be read as an image"):
+        collabify.finetune(source, out=tmp_path / "o", image_data=str(tmp_path / "images"))
 
 
 def test_data_without_what_a_task_needs(folders: Callable[[str], str], tmp_path: Path) -> None:

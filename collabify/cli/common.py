@@ -6,6 +6,7 @@ interrupted.
 """
 
 import functools
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -132,7 +133,20 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, text: in
         table.add_column(head, justify="left" if is_text else "right", no_wrap=not wraps)
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+    Console(highlight=False, width=_width()).print(table)
+
+
+def print_scores(heads: list[str], rows: list[list[str]]) -> None:
+    """A table with a column for each score, or a row for each where it is too wide for that."""
+    from collabify.scoreboard import transposed, width
+
+    table = (heads, rows)
+    print_table(*(table if width(table) <= _width() else transposed(table)))
+
+
+def _width() -> int:
+    """Characters in a line."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
 
 
 @contextmanager

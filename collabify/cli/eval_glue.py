@@ -15,7 +15,7 @@ from collabify.cli.common import (
     Resamples,
     Seed,
     load_model,
-    print_table,
+    print_scores,
     progress_bar,
     reported,
 )
@@ -99,6 +99,6 @@ def _loader(name: str, device: str | None) -> Callable[[str], Any]:
 def _print(report: "GlueScores") -> None:
     from collabify.scoreboard import glue_notes, glue_table
 
-    print_table(*glue_table(report))
+    print_scores(*glue_table(report))
     for note in glue_notes(report):
         typer.echo(note)

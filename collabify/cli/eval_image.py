@@ -14,7 +14,7 @@ from collabify.cli.common import (
     Resamples,
     Seed,
     load_model,
-    print_table,
+    print_scores,
     progress_bar,
     reported,
 )
@@ -64,6 +64,6 @@ def image(
     if json:
         typer.echo(report.to_json())
         return
-    print_table(*image_table(report))
+    print_scores(*image_table(report))
     for note in image_notes(report):
         typer.echo(note)

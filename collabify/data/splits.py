@@ -54,7 +54,7 @@ def load_split(name: str, config: str | None, split: str) -> Any:
     datasets = datasets_package()
     with no_progress_bars():
         try:
-            data = datasets.load_dataset(name, config, split=split)
+            return datasets.load_dataset(name, config, split=split)
         except (
             OSError,
             ValueError,
@@ -65,9 +65,6 @@ def load_split(name: str, config: str | None, split: str) -> Any:
             datasets.exceptions.DatasetsError,
         ) as error:
             raise _explained(error, name, config, split) from error
-    if not len(data):
-        raise OptionError(f"data={name!r} has no rows in its split {split!r}. Give another split.")
-    return data
 
 
 def config_names(name: str) -> list[str]:
@@ -104,6 +101,8 @@ def _explained(error: Exception, name: str, config: str | None, split: str) -> O
         return OptionError(
             f"data={name!r} has no split {split!r}. There are: {offered}. Choose one of these."
         )
+    if "corresponds to no data" in said:
+        return OptionError(f"data={name!r} has no rows in its split {split!r}. Give another.")
     return OptionError(
         f"data={name!r} must be a data set's folder, or a data set that the Hub could give "
         f"({first_line(error)}). Check the name and the split {split!r}."

@@ -7,6 +7,7 @@ Axes: n prediction, l label. z are the logits of the original, z~ those of the m
 """
 
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from collabify.data import load_calibration
 from collabify.data.base import Batch
 from collabify.data.labels import head_names, label_order
 from collabify.drift import measure_drift
-from collabify.errors import LabelError
+from collabify.errors import CollabifyWarning, LabelError
 from collabify.evaluation.heads import IMAGE, TEXT, TOKENS, has_head
 from collabify.evaluation.predict import Progress
 from collabify.scores import DriftScores
@@ -70,15 +71,18 @@ def evaluate_drift(
     """
     start = time.perf_counter()
     check_comparable(model, baseline)
-    loaded = load_calibration(
-        data,
-        baseline.config,
-        samples=samples,
-        max_length=max_length,
-        batch_size=batch_size,
-        seed=seed,
-        processor=processor,
-    )
+    with warnings.catch_warnings():
+        # No covariance is taken here that few tokens could make singular.
+        warnings.filterwarnings("ignore", r"\d+ calibration tokens are fewer", CollabifyWarning)
+        loaded = load_calibration(
+            data,
+            baseline.config,
+            samples=samples,
+            max_length=max_length,
+            batch_size=batch_size,
+            seed=seed,
+            processor=processor,
+        )
     batches = (*loaded.batches, *loaded.held_out)
     drift = measure_drift(baseline, model, _Watched(batches, "hidden states", progress))
     heads = _comparable_heads(model, baseline)
@@ -151,7 +155,8 @@ def _comparable_heads(model: Any, baseline: Any) -> bool:
     """Whether both classify the same things; a number or no head at all is no class."""
     for ending in (TEXT, IMAGE, *TOKENS):
         if has_head(model, ending) and has_head(baseline, ending):
-            return ending == "ForMaskedLM" or baseline.config.num_labels > 1
+            labels = max(model.config.num_labels, baseline.config.num_labels)
+            return ending == "ForMaskedLM" or labels > 1
     return False
 
 

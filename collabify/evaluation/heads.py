@@ -10,6 +10,7 @@ from collabify.errors import LabelError
 TEXT = "ForSequenceClassification"
 IMAGE = "ForImageClassification"
 TOKENS = ("ForTokenClassification", "ForMaskedLM")
+_WORDS = {TEXT: "text classification", IMAGE: "image classification"}
 
 
 def has_head(model: Any, *endings: str) -> bool:
@@ -25,7 +26,7 @@ def check_head(model: Any, ending: str, task: str, command: str) -> None:
     model
         Of transformers.
     ending
-        What its class should end in.
+        What its class should end in: :data:`TEXT` or :data:`IMAGE`.
     task
         For the error: ``task 'rte'``.
     command
@@ -40,6 +41,6 @@ def check_head(model: Any, ending: str, task: str, command: str) -> None:
         return
     name = getattr(model.config, "_name_or_path", "") or "the model"
     raise LabelError(
-        f"{name!r} is a {type(model).__name__}, which has no {ending[3:]} head: there is nothing "
-        f"to score on {task}. Make one: {command}"
+        f"{name!r} is a {type(model).__name__}, which has no {_WORDS[ending]} head: there is "
+        f"nothing to score on {task}. Make one: {command}"
     )

@@ -40,6 +40,8 @@ def trainer_arguments(
     precision = PRECISIONS[options.precision]
     on_cpu = device == "cpu" or not torch.accelerator.is_available()
     try:
+        if precision == "fp16" and on_cpu:
+            raise ValueError("it needs a GPU")
         arguments = TrainingArguments(
             output_dir=str(work),
             num_train_epochs=options.epochs,

@@ -18,8 +18,8 @@ from collabify.data.glue import HUB, Task, encode, find_task, load_task
 from collabify.data.images import Encoder, as_image, check_pixels, load_image_encoder
 from collabify.data.splits import sample
 from collabify.data.text import load_tokenizer
-from collabify.errors import CollabifyError, LabelError, OptionError, first_line
-from collabify.finetuning.heads import Headed
+from collabify.errors import CollabifyError, OptionError, first_line
+from collabify.finetuning.heads import Headed, warn
 from collabify.metrics import compute, load_metric
 
 TOP = 5
@@ -157,7 +157,9 @@ class ImageExamples(Examples):
 
     def encode(self, headed: Headed, processor: str, max_length: int) -> Encoded:
         """Pixels as the model's image processor makes them, image by image."""
-        encoder, _ = load_image_encoder(processor, headed.model.config)
+        encoder, note = load_image_encoder(processor, headed.model.config)
+        if note:
+            warn(f"Images are prepared for {processor!r} as best one can{note}.")
         scored = {
             split: _Pictures(images, encoder, headed) for split, images in self.evaluation.items()
         }
@@ -229,18 +231,13 @@ def open_images(
     OptionError
         Where there is no such data set, split or column.
     LabelError
-        Where a label is out of range, or the splits have other labels.
+        Where a label is hidden or out of range.
     """
     train, scored = load_images(source, split or TRAIN), load_images(source, eval_split)
     if scored.split == train.split:
         raise OptionError(
             f"image_data={source!r} would be scored on what it was trained on, {train.split!r}. "
             f"Name other splits or slices: --split '{TRAIN}[:80%]' --eval-split '{TRAIN}[80%:]'"
-        )
-    if train.names != scored.names:
-        raise LabelError(
-            f"The labels of {scored.split!r} of {source!r} ({', '.join(scored.names)}) must be "
-            f"those of {train.split!r} ({', '.join(train.names)}). Put the data right."
         )
     train, scored = (replace(i, rows=sample(i.rows, limit, seed)) for i in (train, scored))
     return ImageExamples(

@@ -105,14 +105,15 @@ def load_headed(
         new |= head
     if reason is not None:
         told = "" if labels is None else f" ({', '.join(labels)})"
-        _warn(f"{source.name!r} gets a new head for {place}{told}: {reason}.")
+        warn(f"{source.name!r} gets a new head for {place}{told}: {reason}.")
     others = sorted(new - head)
     if others:
-        _warn(f"{source.name!r} has no weights for {', '.join(others)}: they are new and random.")
+        warn(f"{source.name!r} has no weights for {', '.join(others)}: they are new and random.")
     return Headed(model, order, reason, tuple(sorted(new)))
 
 
-def _warn(message: str) -> None:
+def warn(message: str) -> None:
+    """Warn once, from the main process."""
     if is_main_process():
         warnings.warn(message, CollabifyWarning, stacklevel=4)
 
@@ -243,7 +244,7 @@ def _check_outputs(
     if list(map(plain, theirs)) == list(map(plain, own)):
         return
     if labels is not None and len(theirs) == len(own) and not ordered_by_name(own, config):
-        _warn(f"The labels of {name!r} have no names; they are taken to be {', '.join(own)}.")
+        warn(f"The labels of {name!r} have no names; they are taken to be {', '.join(own)}.")
     else:
         raise LabelError(
             f"The labels of the teacher {name!r} ({', '.join(theirs)}) must be the student's, in "
