@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collabify.conversion import analyze, convert
     from collabify.errors import CollabifyError
     from collabify.evaluation import evaluate_drift, evaluate_glue, evaluate_image
+    from collabify.finetuning import finetune
     from collabify.healing import heal
     from collabify.models import find_attention
 
@@ -26,6 +27,7 @@ __all__ = [
     "evaluate_glue",
     "evaluate_image",
     "find_attention",
+    "finetune",
     "heal",
 ]
 
@@ -36,6 +38,7 @@ _HOME = {
     "evaluate_glue": "collabify.evaluation",
     "evaluate_image": "collabify.evaluation",
     "find_attention": "collabify.models",
+    "finetune": "collabify.finetuning",
     "heal": "collabify.healing",
     "CollabifyError": "collabify.errors",
 }

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from collabify import __version__
-from collabify.cli import analyze, convert, eval, heal
+from collabify.cli import analyze, convert, eval, finetune, heal
 from collabify.cli.common import spread
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
 app.command("analyze")(analyze.analyze)
 app.command("convert")(convert.convert)
 app.command("heal")(heal.heal)
+app.command("finetune")(finetune.finetune)
 app.add_typer(eval.app)
 
 

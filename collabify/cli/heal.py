@@ -10,7 +10,7 @@ import typer
 
 from collabify.cli import common as options
 from collabify.cli.common import load_model, print_table, progress_bar, reported
-from collabify.errors import CheckpointError, ModelNotFoundError, OptionError, first_line
+from collabify.errors import ModelNotFoundError, OptionError
 
 if TYPE_CHECKING:
     from collabify.results import HealingReport
@@ -67,7 +67,7 @@ def heal(
     """
     from collabify.healing import heal as run
     from collabify.healing import is_main_process, new_parameters
-    from collabify.storage import check_not_source, output_folder, versions
+    from collabify.storage import check_not_source, output_folder, read_record, versions
 
     target = _target(model, out)
     in_place = out is None or target == Path(model).resolve()
@@ -75,7 +75,7 @@ def heal(
         pass  # refuses before anything takes time
     loaded, source = load_model(model, "auto", device)
     new_parameters(loaded)  # refuses what was not converted before its original is looked for
-    record = _record(source)
+    record = read_record(source)
     original, origin = _load_teacher(model, teacher, record, device)
     if not in_place:
         check_not_source(target, origin.name)
@@ -127,26 +127,6 @@ def _target(model: str, out: Path | None) -> Path:
             "Say where the healed model goes."
         )
     return (out or Path(model)).resolve()
-
-
-def _record(source: "Source") -> dict[str, Any]:
-    """What ``collabify.json`` says; nothing where there is none."""
-    from json import loads
-
-    from collabify.storage import REPORT_FILE
-
-    path = Path(source.location) / REPORT_FILE
-    if not path.is_file():
-        return {}
-    try:
-        found = loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{str(path)!r} cannot be read ({first_line(error)}). Put it right or delete it."
-        ) from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{str(path)!r} must hold a JSON object. Put it right or delete it.")
-    return found
 
 
 def _load_teacher(

@@ -6,9 +6,9 @@ with output_folder(out) as folder:
 """
 
 from collabify.storage.folders import output_folder
-from collabify.storage.loading import cast_to, check_device, load, quiet
+from collabify.storage.loading import cast_to, check_device, find, load, quiet, read
 from collabify.storage.source import DEMO, DEMO_PACKAGE, Source, check_not_source, locate
-from collabify.storage.writing import COMPANIONS, REPORT_FILE, save, versions
+from collabify.storage.writing import COMPANIONS, REPORT_FILE, read_record, save, versions
 
 __all__ = [
     "COMPANIONS",
@@ -19,10 +19,13 @@ __all__ = [
     "cast_to",
     "check_device",
     "check_not_source",
+    "find",
     "load",
     "locate",
     "output_folder",
     "quiet",
+    "read",
+    "read_record",
     "save",
     "versions",
 ]

@@ -61,11 +61,10 @@ def load(
         Where the architecture has no adapter, before any weights are read.
     """
     check_device(device)
-    source = locate(name, revision)
-    config = _load_config(source)
-    source = replace(source, revision=_commit(source))
-    _check_config(name, config)
-    model, info = _read_weights(source, config, dtype)
+    source, config = find(name, revision)
+    known = [getattr(transformers, arch, None) for arch in config.architectures or ()]
+    models = [c for c in known if isinstance(c, type) and issubclass(c, PreTrainedModel)]
+    model, info = read(models[0] if models else transformers.AutoModel, source, config, dtype=dtype)
     if info["missing_keys"]:
         warnings.warn(
             f"{name!r} has no weights for {', '.join(sorted(info['missing_keys']))}: "
@@ -76,20 +75,46 @@ def load(
     return model.to(device) if device else model, source
 
 
-def _read_weights(source: Source, config: Any, dtype: str) -> tuple[Any, dict[str, Any]]:
-    """The model, of the class that the configuration names, and what transformers says of it."""
-    auto: Any = transformers.AutoModel
-    known = [getattr(transformers, arch, None) for arch in config.architectures or ()]
-    models = [c for c in known if isinstance(c, type) and issubclass(c, PreTrainedModel)]
-    cls: Any = models[0] if models else auto
+def find(name: str, revision: str | None = None) -> tuple[Source, Any]:
+    """Where a model is, and its configuration, checked; parameters and errors as :func:`load`."""
+    source = locate(name, revision)
+    config = _load_config(source)
+    source = replace(source, revision=_commit(source))
+    _check_config(name, config)
+    return source, config
+
+
+def read(
+    cls: Any, source: Source, config: Any, *, dtype: str = "auto", **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Load weights, with one-line errors.
+
+    Parameters
+    ----------
+    cls
+        A model's class, or one of transformers' Auto classes.
+    source, config
+        As :func:`find` gives them; the configuration may have been changed since.
+    dtype
+        As for :func:`load`.
+    options
+        Others of ``from_pretrained``.
+
+    Returns
+    -------
+    model, info
+        As ``from_pretrained`` gives them with ``output_loading_info``.
+
+    Raises
+    ------
+    ModelNotFoundError
+        Where there are no weights.
+    CheckpointError
+        Where they cannot be used.
+    """
+    options |= {"config": config, "dtype": dtype, "output_loading_info": True, **_pin(source)}
     try:
-        model, info = cls.from_pretrained(
-            source.location,
-            config=config,
-            dtype=dtype,
-            output_loading_info=True,
-            **_pin(source),
-        )
+        return cls.from_pretrained(source.location, **options)  # type: ignore[no-any-return]
     except SafetensorError as error:
         raise CheckpointError(
             f"The weights of {source.name!r} are damaged ({first_line(error)}). "
@@ -107,7 +132,6 @@ def _read_weights(source: Source, config: Any, dtype: str) -> tuple[Any, dict[st
             f"The weights of {source.name!r} do not fit its config.json ({first_line(error)}). "
             "Download or copy both again."
         ) from error
-    return model, info
 
 
 def _pin(source: Source) -> dict[str, str]:
