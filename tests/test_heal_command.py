@@ -65,6 +65,7 @@ def test_heal_replaces_the_model_and_keeps_what_lies_beside_it(folders: tuple[Pa
     assert changed == {"model.safetensors", "collabify.json"}
     record, old = (json.loads(each["collabify.json"]) for each in (after, before))
     healing = record.pop("healing")
+    assert old.pop("healing") is None
     assert record == old
     assert healing["kept"]
     assert healing["teacher"] == str(source)

@@ -3,10 +3,10 @@
     python benchmarks/speed/latency.py NAME=MODEL ... [--repeats N] [--threads N] [--no-shape]
 
 Writes latency.json. 'bert-base-shape' (random weights: time does not depend on them) is there
-unless told otherwise. Every model is converted at D/2 and D/3 in the default way, and at D/2 with
-all channels, as head-svd and as tucker. For each length and batch size, originals and converted
-models take turns (A B C A B C ...); the figure is the median of the pairwise ratios of a round,
-with its quartiles.
+unless told otherwise. Every model is converted at D/2 and D/3 in the default way, at D/2 with all
+channels, as head-svd and as tucker, and at 3/4 of a head with few and with all channels. For
+each length and batch size, originals and converted models take turns (A B C A B C ...); the figure
+is the median of the pairwise ratios of a round, with its quartiles.
 """
 
 import argparse
@@ -30,6 +30,7 @@ SHAPES = [(1, 32), (1, 128), (1, 512), (8, 32), (8, 128), (8, 512)]
 def variants(original: Any) -> dict[str, Any]:
     """The original and its conversions, by name."""
     width = original.config.hidden_size
+    narrow = 3 * width // original.config.num_attention_heads // 4
     fast: dict[str, Any] = {"calibration": "none", "iterations": 2}
     found = {"original": original}
     for name, options in {
@@ -38,6 +39,8 @@ def variants(original: Any) -> dict[str, Any]:
         "cp D/2, all channels": {"dk": width // 2, "channels": "all"},
         "head-svd D/2": {"dk": width // 2, "method": "head-svd"},
         "tucker D/2": {"dk": width // 2, "method": "tucker"},
+        "cp 3/4 of a head": {"dk": narrow},
+        "cp 3/4 of a head, all channels": {"dk": narrow, "channels": "all"},
     }.items():
         found[name] = copy.deepcopy(original)
         collabify.convert(found[name], **options, **fast)

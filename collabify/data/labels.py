@@ -66,7 +66,7 @@ def _generic(names: Sequence[str]) -> bool:
     )
 
 
-def check_range(labels: Sequence[int], names: Sequence[str], place: str) -> None:
+def check_range(labels: Sequence[int | None], names: Sequence[str], place: str) -> None:
     """Refuse labels that are none.
 
     Raises

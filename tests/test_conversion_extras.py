@@ -1,0 +1,73 @@
+"""Drift without a second model, healing within a conversion, indices that follow the weights."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import HEAD_DIM, HEADS, TINY
+
+from collabify import convert, find_attention
+from collabify.conversion import _shadow
+from collabify.data import load_calibration
+from collabify.drift import measure_drift
+from collabify.errors import OptionError
+
+
+@pytest.mark.parametrize("name", ["bert", "albert", "vit"])
+def test_a_shadow_is_the_original_without_its_numbers(name: str) -> None:
+    model = TINY[name].build()
+    whole, shadow = copy.deepcopy(model), _shadow(model)
+    data = load_calibration("synthetic", model.config, samples=16, max_length=11)
+    report = convert(model, dk=5, calibration=data)
+    assert {p.data_ptr() for p in whole.parameters()}.isdisjoint(
+        p.data_ptr() for p in shadow.parameters()
+    )
+    kept = {p.data_ptr() for p in model.parameters()}
+    assert len(kept & {p.data_ptr() for p in shadow.parameters()}) > len(kept) / 2
+    drift = measure_drift(shadow, model, data.held_out)
+    assert drift == measure_drift(whole, model, data.held_out) == report.drift
+    assert drift.hidden_error > 1e-3
+    assert not any(site.converted for site in find_attention(shadow))
+
+
+def test_convert_heals_on_its_own_data() -> None:
+    model, other = TINY["bert"].build(), TINY["bert"].build()
+    options = {"dk": 5, "samples": 32, "max_length": 11}
+    # tiny weights: what 20 steps win is little
+    plain, report = convert(other, **options), convert(model, **options, heal=20)
+    healing = report.healing
+    assert healing is not None
+    assert healing.kept
+    assert healing.steps == 20
+    assert plain.drift is not None
+    assert report.drift == healing.drift_after
+    assert healing.drift_before.hidden_error == pytest.approx(plain.drift.hidden_error, rel=1e-4)
+    assert healing.drift_after.hidden_error < 0.997 * healing.drift_before.hidden_error
+    record = report.to_dict()
+    assert record["healing"]["steps"] == record["options"]["heal"] == 20
+    assert plain.to_dict()["healing"] is None
+
+
+def test_a_dry_run_looks_at_the_calibration_source(tmp_path: Path) -> None:
+    model = TINY["bert"].build()
+    with pytest.raises(OptionError, match="nowhere"):
+        convert(model, dk=5, calibration=str(tmp_path / "nowhere.txt"), dry_run=True)
+
+
+@pytest.mark.parametrize(("dk", "kept"), [(7, 3), (HEADS * HEAD_DIM - 1, HEAD_DIM)])
+def test_loaded_channels_are_the_ones_that_are_read(dk: int, kept: int) -> None:
+    """What is derived from the channels follows ``load_state_dict``, copies, dtypes and pickles."""
+    models = [TINY["bert"].build() for _ in range(2)]
+    for seed, model in enumerate(models):
+        for p in model.parameters():
+            p.data += torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
+        convert(model, dk=dk, channels=kept, calibration="none", iterations=2)
+    one, other = models
+    channels = [find_attention(model)[0].module.channels for model in models]
+    assert not torch.equal(*channels)
+    other.load_state_dict(one.state_dict())
+    batch = {"input_ids": torch.tensor([[1, 2, 3, 4, 5]])}
+    with torch.no_grad():
+        for model in (other, copy.deepcopy(one), copy.deepcopy(one).double().to(one.dtype)):
+            assert torch.equal(*(m(**batch).last_hidden_state for m in (model, one)))
