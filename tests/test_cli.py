@@ -349,13 +349,19 @@ def test_a_full_disk_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
 
 def test_ctrl_c_leaves_nothing_and_exits_130(tiny: Path, tmp_path: Path) -> None:
     endless = ("--solver", "tensorly", "--iterations", 10**8, "--tol", 0)
-    process = collabify_process("convert", tiny, "--dk", 9, *endless, "--out", tmp_path / "out")
+    # Shells start background jobs with the signal ignored, and children inherit that.
+    listening = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
+    arguments = ("convert", tiny, "--dk", 9, *endless, "--out", tmp_path / "out")
+    process = collabify_process(*arguments, **listening)
     deadline = time.monotonic() + 120
-    while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    try:
+        while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert not list(tmp_path.iterdir())
