@@ -10,7 +10,15 @@ from data_cases import WORDS, make_tokenizer
 from tiny_models import TINY, VOCABULARY
 
 from collabify.data import load_calibration
-from collabify.data.synthetic import ALPHA, COLOUR, pink_noise, usable_ids, zipf_ids
+from collabify.data.synthetic import (
+    ALPHA,
+    COLOUR,
+    dead_leaves,
+    pink_noise,
+    synthetic_images,
+    usable_ids,
+    zipf_ids,
+)
 
 
 def test_zipf_frequencies() -> None:
@@ -107,6 +115,28 @@ def test_pink_noise_has_its_scale_and_colours() -> None:
     assert between.tolist() == pytest.approx([1 / (1 + COLOUR**2)] * 3, abs=0.06)
 
 
+def test_dead_leaves_have_surfaces_and_edges() -> None:
+    shape = (60, 3, 56, 70)
+    images = dead_leaves(shape, generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(images.mean((-2, -1)), torch.zeros(60, 3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(images.std((-2, -1), correction=0), torch.ones(60, 3))
+    between = torch.corrcoef(images.transpose(0, 1).flatten(1))[[0, 0, 1], [1, 2, 2]]
+    assert between.tolist() == pytest.approx([1 / (1 + COLOUR**2)] * 3, abs=0.1)
+    flat = (images.diff(dim=-1) == 0).float().mean()
+    assert 0.7 < flat < 0.97, "most neighbours lie on one leaf"
+    colours = [len(image.flatten(1).unique(dim=1).T) for image in images]
+    assert 15 < sum(colours) / 60 < 121
+    assert torch.equal(images, dead_leaves(shape, generator=torch.Generator().manual_seed(5)))
+    assert (dead_leaves((1, 1, 1, 1), generator=torch.Generator()) == 0).all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_noise_and_leaves_take_turns(count: int) -> None:
+    images = synthetic_images((count, 3, 28, 28), generator=torch.Generator().manual_seed(5))
+    flat = [bool((image.diff(dim=-1) == 0).any()) for image in images]
+    assert flat == [number % 2 == 1 for number in range(count)]
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "size", "tokens"),
     [
@@ -126,7 +156,10 @@ def test_synthetic_images_fit_the_model(
     shapes = [tuple(batch["pixel_values"].shape) for batch in data.batches]
     assert shapes == [(2, 3, *size), (1, 3, *size)]
     assert data.tokens == 3 * tokens
-    assert data.description == f"synthetic: 3 images of {size[0]} x {size[1]} of 1/f noise"
+    assert (
+        data.description
+        == f"synthetic: 3 images of {size[0]} x {size[1]}, 1/f noise and dead leaves"
+    )
 
 
 def test_image_tokens_are_those_of_the_attention() -> None:

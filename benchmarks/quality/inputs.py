@@ -39,9 +39,18 @@ def _photograph(name: str) -> Image.Image:
     return Image.fromarray(getattr(skimage_data, name)()).convert("RGB")
 
 
+def whole(names: tuple[str, ...]) -> Tensor:
+    """The middle of each photograph, as large as it goes, ``[n, 3, 224, 224]``."""
+    return torch.stack([_square(image, min(image.size)) for image in map(_photograph, names)])
+
+
 def _crop(image: Image.Image, draw: random.Random) -> Tensor:
     side = round(min(image.size) * draw.uniform(0.4, 1.0))
-    left, top = (draw.randint(0, size - side) for size in image.size)
+    return _square(image, side, tuple(draw.randint(0, size - side) for size in image.size))
+
+
+def _square(image: Image.Image, side: int, corner: tuple[int, ...] = ()) -> Tensor:
+    left, top = corner or ((size - side) // 2 for size in image.size)
     square = image.crop((left, top, left + side, top + side)).resize((224, 224), Image.BICUBIC)
     pixels = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8)
     pixels = pixels.view(224, 224, 3).permute(2, 0, 1).float() / 255

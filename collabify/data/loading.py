@@ -24,7 +24,7 @@ from collabify.data.base import (
 from collabify.data.images import encode_images, load_image_encoder
 from collabify.data.ready import take_batches
 from collabify.data.sources import Source, open_source
-from collabify.data.synthetic import pink_noise, usable_ids, zipf_ids
+from collabify.data.synthetic import synthetic_images, usable_ids, zipf_ids
 from collabify.data.text import encode_texts, load_tokenizer, sequence_length
 from collabify.errors import CollabifyError, CollabifyWarning, OptionError
 
@@ -166,7 +166,7 @@ def _synthetic_text(
 
 
 def _synthetic_images(config: Any, samples: int, batch_size: int, seed: int) -> Made:
-    """1/f noise of the size that the model takes."""
+    """1/f noise and dead leaves of the size that the model takes."""
     height, width = image_size(config)
     generator = torch.Generator().manual_seed(seed)
 
@@ -174,14 +174,14 @@ def _synthetic_images(config: Any, samples: int, batch_size: int, seed: int) -> 
         sizes = [min(batch_size, count - start) for start in range(0, count, batch_size)]
         return tuple(
             {
-                "pixel_values": pink_noise(
+                "pixel_values": synthetic_images(
                     (size, config.num_channels, height, width), generator=generator
                 )
             }
             for size in sizes
         )
 
-    description = f"{SYNTHETIC}: {samples} images of {height} x {width} of 1/f noise"
+    description = f"{SYNTHETIC}: {samples} images of {height} x {width}, 1/f noise and dead leaves"
     return draw(samples), draw(wanted(samples) - samples), description
 
 

@@ -140,9 +140,73 @@ def pink_noise(
     return _standardised(fields[:, :1] + colour * fields[:, 1:])
 
 
+def dead_leaves(
+    shape: tuple[int, int, int, int],
+    *,
+    generator: torch.Generator,
+    leaves: int = 120,
+    colour: float = COLOUR,
+) -> Float[Tensor, "b channels height width"]:
+    """Images of discs of one colour each that cover one another, radii falling as ``r^-3``.
+
+    They have what noise has not: edges, and surfaces with nothing on them. Means, standard
+    deviations and the correlation of channels' colours as for :func:`pink_noise`.
+
+    Parameters
+    ----------
+    shape
+        Images, channels, height, width.
+    generator
+        Source of chance.
+    leaves
+        Discs in an image; radii lie between 1/56 and 1/2 of the smaller side.
+    colour
+        Share of each channel's own part of a colour.
+    """
+    count, channels, height, width = shape
+    smallest, largest = max(min(height, width) / 56, 0.5), max(min(height, width) / 2, 1.0)
+    chance = torch.rand(count, leaves, 3, generator=generator)
+    far, near = smallest**-2, largest**-2
+    radii = (far - chance[..., 0] * (far - near)).rsqrt()
+    centres = chance[..., 1:] * torch.tensor([height, width])
+    own = torch.randn(count, leaves + 1, 1 + channels, generator=generator)
+    colours = own[..., :1] + colour * own[..., 1:]
+    images = colours[:, 0, :, None, None].expand(shape).clone()
+    for image, discs, centre, paint in zip(images, radii, centres, colours[:, 1:], strict=True):
+        for radius, (y, x), tint in zip(discs.tolist(), centre.tolist(), paint, strict=True):
+            rows = torch.arange(max(0, int(y - radius)), min(height, int(y + radius) + 2))
+            columns = torch.arange(max(0, int(x - radius)), min(width, int(x + radius) + 2))
+            inside = (rows - y).square()[:, None] + (columns - x).square() < radius**2
+            part = image[:, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+            part[:, inside] = tint[:, None]
+    return _standardised(images)
+
+
+def synthetic_images(
+    shape: tuple[int, int, int, int], *, generator: torch.Generator
+) -> Float[Tensor, "b channels height width"]:
+    """1/f noise and dead leaves by turns.
+
+    Parameters
+    ----------
+    shape
+        Images, channels, height, width.
+    generator
+        Source of chance.
+    """
+    count, *rest = shape
+    images = torch.empty(shape)
+    channels, height, width = rest
+    noise = (count + 1) // 2
+    images[0::2] = pink_noise((noise, channels, height, width), generator=generator)
+    images[1::2] = dead_leaves((count - noise, channels, height, width), generator=generator)
+    return images
+
+
 def _standardised(
     images: Float[Tensor, "b channels height width"],
 ) -> Float[Tensor, "b channels height width"]:
     """Mean zero and standard deviation one, per image and channel."""
     centred = images - images.mean((-2, -1), keepdim=True)
-    return centred / centred.square().mean((-2, -1), keepdim=True).sqrt()
+    spread = centred.square().mean((-2, -1), keepdim=True).sqrt()
+    return centred / spread.clamp(min=torch.finfo(images.dtype).tiny)  # zero where all is one leaf
