@@ -18,7 +18,7 @@ from collabify.calibration import Moments, Whitening, collect_moments
 from collabify.config import ConversionConfig, LayerConfig
 from collabify.data import CalibrationData, load_calibration
 from collabify.decompose import Decomposition, Factors, fit_cp, fit_head_svd, fit_tucker
-from collabify.drift import base_model, measure_drift
+from collabify.drift import base_model, measure_drift, shadow
 from collabify.errors import OptionError
 from collabify.forms import HeadForms
 from collabify.healing import heal as heal_model
@@ -31,6 +31,7 @@ from collabify.results import (
     LayerSpectra,
     directions,
 )
+from collabify.sensitivity import sensitivities
 from collabify.spectrum import layer_spectra
 
 SUGGESTION_ENERGY = 0.95  # relative error of the head-SVD, the floor of every method: 0.22
@@ -146,7 +147,10 @@ def convert(
     needed = not (dry_run and dk is not None)
     spaces = whitenings(model, sites, data, progress) if needed else {}
     heads = {site.index: _whitened(site, spaces, device) for site in sites} if dk is None else None
-    plan = request.plan(sites, heads)
+    weights = None
+    if kept is not None and data is not None:
+        weights = sensitivities(model, sites, spaces, data.batches)
+    plan = request.plan(sites, heads, weights)
 
     counts = count(model, sites, plan)
     reports, found = [], []
@@ -162,7 +166,7 @@ def convert(
             progress("Converting", len(reports), len(sites), f"error {_error(report):.4f}")
     drift = healing = None
     if not dry_run:
-        original = _shadow(model)
+        original = shadow(model)
         _install(model, found, plan)
         if data is not None and data.held_out:
             drift = measure_drift(original, model, data.held_out)
@@ -254,12 +258,6 @@ def _decompose(forms: HeadForms, layer: LayerConfig, request: Request, seed: int
     if request.method == "tucker":
         return fit_tucker(forms, layer.rank, head_rank=layer.head_rank, **stop)
     return fit_head_svd(forms, layer.rank, channels=layer.channels)
-
-
-def _shadow(model: nn.Module) -> nn.Module:
-    """The model as it is, to compare with once it is rewritten: its modules, but no new numbers."""
-    memo: dict[int, Any] = {id(each): each for each in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, memo)
 
 
 def _install(

@@ -5,6 +5,7 @@ hidden_error   |h - h~| / |h|
 attention      mean over layers, heads and real targets of sum_s |p - p~| / 2
 """
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -53,6 +54,12 @@ def measure_drift(
 def base_model(model: nn.Module) -> nn.Module:
     """The encoder without its head."""
     return getattr(model, "base_model", model)
+
+
+def shadow(model: nn.Module) -> nn.Module:
+    """The model as it is, to compare with once it is rewritten: its modules, but no new numbers."""
+    memo: dict[int, Any] = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, memo)
 
 
 def _real(x: Tensor, mask: Tensor | None) -> Tensor:

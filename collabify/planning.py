@@ -146,7 +146,10 @@ class Request:
             )
 
     def plan(
-        self, sites: Sequence[AttentionSite], forms: Mapping[int, HeadForms] | None = None
+        self,
+        sites: Sequence[AttentionSite],
+        forms: Mapping[int, HeadForms] | None = None,
+        sensitivities: Sequence[float] | None = None,
     ) -> ConversionConfig:
         """Every layer's form and sizes, checked against its heads.
 
@@ -156,6 +159,8 @@ class Request:
             The layers to convert.
         forms
             Their heads by index, where ranks are to be chosen: in the calibrated space, if any.
+        sensitivities
+            How much each layer's logits matter, for ``kept``; by default all the same.
 
         Raises
         ------
@@ -166,7 +171,8 @@ class Request:
         if self.dk is None:
             if forms is None:
                 raise ValueError("choosing ranks takes the heads")
-            ranks = self._choose(sites, [forms[site.index] for site in sites])
+            heads = [forms[site.index] for site in sites]
+            ranks = self._choose(sites, heads, sensitivities or [1.0] * len(sites))
         return ConversionConfig(
             tuple(self._layer(site, rank) for site, rank in zip(sites, ranks, strict=True))
         )
@@ -216,8 +222,18 @@ class Request:
             return min(self._largest(site), self.channels * site.num_heads)
         return self._largest(site)
 
-    def _choose(self, sites: Sequence[AttentionSite], forms: Sequence[HeadForms]) -> list[int]:
-        """Ranks across layers for ``kept`` or ``error``."""
+    def _choose(
+        self,
+        sites: Sequence[AttentionSite],
+        forms: Sequence[HeadForms],
+        sensitivities: Sequence[float],
+    ) -> list[int]:
+        """Ranks across layers for ``kept`` or ``error``.
+
+        Strengths count by the root of the sensitivities: between logits alone and effect alone,
+        which is better on hidden states and attention together than either
+        (``benchmarks/quality/budget.py``). An error allowed is one of logits.
+        """
         channels = self.channels if isinstance(self.channels, int) else None
         strengths, unreachable = [], 0.0
         for site, heads in zip(sites, forms, strict=True):
@@ -225,7 +241,9 @@ class Request:
             strengths.append(values[: self._reach(site)])
             unreachable += beyond
         if self.error is None:
-            return self._choose_within(sites, strengths)
+            roots = [sensitivity**0.5 for sensitivity in sensitivities]
+            weighted = [root * s for root, s in zip(roots, strengths, strict=True)]
+            return self._choose_within(sites, weighted)
         least = (unreachable / (unreachable + sum(float(s.sum()) for s in strengths))) ** 0.5
         if least > self.error:
             raise RankError(

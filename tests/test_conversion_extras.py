@@ -8,16 +8,18 @@ import torch
 from tiny_models import HEAD_DIM, HEADS, TINY
 
 from collabify import convert, find_attention
-from collabify.conversion import _shadow
+from collabify.conversion import whitenings
 from collabify.data import load_calibration
 from collabify.drift import measure_drift
+from collabify.drift import shadow as shadow_of
 from collabify.errors import OptionError
+from collabify.sensitivity import SMALLEST, sensitivities
 
 
 @pytest.mark.parametrize("name", ["bert", "albert", "vit"])
 def test_a_shadow_is_the_original_without_its_numbers(name: str) -> None:
     model = TINY[name].build()
-    whole, shadow = copy.deepcopy(model), _shadow(model)
+    whole, shadow = copy.deepcopy(model), shadow_of(model)
     data = load_calibration("synthetic", model.config, samples=16, max_length=11)
     report = convert(model, dk=5, calibration=data)
     assert {p.data_ptr() for p in whole.parameters()}.isdisjoint(
@@ -71,3 +73,20 @@ def test_loaded_channels_are_the_ones_that_are_read(dk: int, kept: int) -> None:
     with torch.no_grad():
         for model in (other, copy.deepcopy(one), copy.deepcopy(one).double().to(one.dtype)):
             assert torch.equal(*(m(**batch).last_hidden_state for m in (model, one)))
+
+
+def test_a_layer_whose_attention_changes_nothing_is_not_sensitive() -> None:
+    model = TINY["bert"].build()
+    model.encoder.layer[0].attention.output.dense.weight.data.zero_()
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    data = load_calibration("synthetic", model.config, samples=32, max_length=11)
+    sites = find_attention(model)
+    spaces = whitenings(model, sites, data, None)
+    found = sensitivities(model, sites, spaces, data.batches)
+    assert found == [SMALLEST, 1.0]
+    assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
+    options = {"kept": 0.7, "multiple": 1, "dry_run": True}
+    ranks = [layer.rank for layer in convert(model, calibration=data, **options).layers]
+    alone = [layer.rank for layer in convert(model, calibration="none", **options).layers]
+    assert ranks[0] < alone[0]
+    assert ranks[1] > alone[1]
