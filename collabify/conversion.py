@@ -59,6 +59,7 @@ def convert(
     layers: Sequence[int] | None = None,
     seed: int = 0,
     device: torch.device | str | None = None,
+    sequential: bool = False,
     heal: int | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
@@ -110,6 +111,9 @@ def convert(
     device
         Where to decompose; by default where the weights are. On mps, which has no float64, the CPU
         does it.
+    sequential
+        Calibrate every layer on what the layers converted before it give, at one pass over the data
+        for each; worth it at small ranks (``benchmarks/quality/calibration.json``).
     heal
         Steps of healing on the calibration data afterwards, as :func:`collabify.heal` takes them;
         by default none.
@@ -137,7 +141,7 @@ def convert(
     request = Request(
         dk, kept, error, method, head_rank, channels, solver, iterations, tolerance, multiple
     )
-    _check_healing(heal, calibration)
+    _check_data(heal, calibration, sequential=sequential)
     sites = select(find_attention(model), layers)
     check_finite(model)
     request.check(sites)
@@ -154,13 +158,19 @@ def convert(
 
     counts = count(model, sites, plan)
     reports, found = [], []
+    working = shadow(model) if sequential else None
     for site, layer in zip(sites, plan.layers, strict=True):
         report = LayerReport(
             site.index, site.name, layer.rank, head_rank=layer.head_rank, channels=layer.channels
         )
         if not dry_run:
+            follower = None if working is None else find_attention(working)[site.index]
+            if follower is not None:
+                spaces = spaces | whitenings(cast(nn.Module, working), [follower], data, None)
             factors, content, report = share(site, layer, spaces, request, seed, device)
             found.append((site, factors, content))
+            if follower is not None:
+                follower.install(factors, content)
         reports.append(report)
         if progress is not None:
             progress("Converting", len(reports), len(sites), f"error {_error(report):.4f}")
@@ -181,6 +191,7 @@ def convert(
     options |= {"channels": channels, "iterations": iterations, "tolerance": tolerance}
     options |= {"calibration": given, "samples": samples, "max_length": max_length}
     options |= {"layers": [site.index for site in sites], "seed": seed, "multiple": multiple}
+    options |= {"sequential": sequential}
     return ConversionReport(
         method,
         solver,
@@ -194,12 +205,19 @@ def convert(
     )
 
 
-def _check_healing(steps: int | None, calibration: object) -> None:
+def _check_data(steps: int | None, calibration: object, *, sequential: bool) -> None:
+    """Refuse what needs data where there are none."""
+    none = calibration is None or calibration == "none"
+    if sequential and none:
+        raise OptionError(
+            f"sequential needs data, and calibration={calibration!r} has none. "
+            "Leave out --calibration for 'synthetic', or give a file."
+        )
     if steps is None:
         return
     if steps < 1:
         raise OptionError(f"heal={steps} must be at least 1 step. Raise --heal.")
-    if calibration is None or calibration == "none":
+    if none:
         raise OptionError(
             f"heal={steps} needs data, and calibration={calibration!r} has none. "
             "Leave out --calibration for 'synthetic', or give a file."

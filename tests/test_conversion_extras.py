@@ -8,11 +8,12 @@ import torch
 from tiny_models import HEAD_DIM, HEADS, TINY
 
 from collabify import convert, find_attention
-from collabify.conversion import whitenings
+from collabify.conversion import share, whitenings
 from collabify.data import load_calibration
 from collabify.drift import measure_drift
 from collabify.drift import shadow as shadow_of
 from collabify.errors import OptionError
+from collabify.planning import Request
 from collabify.sensitivity import SMALLEST, sensitivities
 
 
@@ -90,3 +91,35 @@ def test_a_layer_whose_attention_changes_nothing_is_not_sensitive() -> None:
     alone = [layer.rank for layer in convert(model, calibration="none", **options).layers]
     assert ranks[0] < alone[0]
     assert ranks[1] > alone[1]
+
+
+def test_sequential_calibrates_each_layer_on_the_converted_ones_before_it() -> None:
+    model, other = TINY["bert"].build(), TINY["bert"].build()
+    data = load_calibration("synthetic", model.config, samples=32, max_length=11)
+    options = {"dk": 4, "calibration": data}
+    report, plain = convert(model, sequential=True, **options), convert(other, **options)
+    first, second = (
+        [
+            torch.equal(a, b)
+            for a, b in zip(
+                *(find_attention(m)[index].module.state_dict().values() for m in (model, other)),
+                strict=True,
+            )
+        ]
+        for index in (0, 1)
+    )
+    assert all(first)
+    assert not all(second)
+    assert report.options["sequential"]
+    # The second layer as converted alone on the states that the first one now gives.
+    half = TINY["bert"].build()
+    convert(half, layers=[0], **options)
+    spaces = whitenings(half, find_attention(half)[1:], data, None)
+    request = Request(4, None, None, "cp", None, None, "factored", 200, 1e-4, 8)
+    site = find_attention(half)[1]
+    factors, _, alone = share(site, request.plan([site]).layers[0], spaces, request, 0, None)
+    assert torch.equal(factors.query.float(), find_attention(model)[1].query.weight)
+    assert alone.calibrated_error == report.layers[1].calibrated_error
+    assert plain.layers[1].calibrated_error != report.layers[1].calibrated_error
+    with pytest.raises(OptionError, match="sequential needs data"):
+        convert(half, dk=4, calibration="none", sequential=True)

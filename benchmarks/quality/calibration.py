@@ -21,25 +21,11 @@ from minilm import embed
 from transformers import AutoTokenizer
 
 import collabify
-from collabify import conversion, find_attention
 from collabify.calibration import EIGENVALUE_FLOOR, Whitening
-from collabify.planning import Request
 from collabify.storage import load, quiet, versions
 
 FLOORS = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-10)
 RANKS = (192, 128)
-
-
-def one_by_one(original: Any, dk: int, data: Any) -> Any:
-    """Convert layer after layer, each on the states of the model converted so far."""
-    model = copy.deepcopy(original)
-    request = Request(dk, None, None, "cp", None, None, "factored", 200, 1e-4, 8)
-    sites = find_attention(model)
-    for site, layer in zip(sites, request.plan(sites).layers, strict=True):
-        spaces = conversion.whitenings(model, [site], data, None)
-        factors, content, _ = conversion.share(site, layer, spaces, request, 0, None)
-        site.install(factors, content)
-    return model
 
 
 def main() -> None:
@@ -74,11 +60,12 @@ def main() -> None:
                 )
             record(model, sweep="floor", dk=128, sentences=sentences, floor=floor)
     for dk in RANKS:
-        data = conversion.load(original, train, 256, 128, 0, tokenizer)
-        model = copy.deepcopy(original)
-        collabify.convert(model, dk=dk, calibration=data)
-        record(model, sweep="sequential", dk=dk, sequential=False)
-        record(one_by_one(original, dk, data), sweep="sequential", dk=dk, sequential=True)
+        for sequential in (False, True):
+            model = copy.deepcopy(original)
+            collabify.convert(
+                model, dk=dk, calibration=train, processor=tokenizer, sequential=sequential
+            )
+            record(model, sweep="sequential", dk=dk, sequential=sequential)
     result = {"versions": versions(), "default_floor": EIGENVALUE_FLOOR, "rows": rows}
     out = Path(__file__).parent / "calibration.json"
     out.write_text(json.dumps(result, indent=1) + "\n")

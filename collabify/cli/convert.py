@@ -100,6 +100,10 @@ def convert(
         int, typer.Option("--round", metavar="N", help="Ranks are multiples of this.")
     ] = 8,
     layer: options.Layers = None,
+    sequential: Annotated[
+        bool,
+        typer.Option("--sequential", help="Calibrate each layer on what those before it give now."),
+    ] = False,
     heal: Annotated[
         int | None,
         typer.Option(
@@ -153,6 +157,7 @@ def convert(
                 multiple=round_to,
                 layers=layer,
                 seed=seed,
+                sequential=sequential,
                 heal=heal,
                 dry_run=dry_run,
                 progress=show,
