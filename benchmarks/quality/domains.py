@@ -2,8 +2,9 @@
 
     python benchmarks/quality/domains.py bert-rxn=MODEL dinov2-small=MODEL
 
-Writes domains.json, where rows of models that are not named stay. bert-rxn: share of held-out reactions whose class, of 50, stays. dinov2-small: cosine of token
-features to the original's on held-out photographs. ``tests/real_models.py`` makes the folders.
+Writes domains.json; rows of models that are not named stay. bert-rxn: share of held-out reactions
+whose class, of 50, stays. dinov2-small: cosine of token features to the original's on held-out
+photographs. ``tests/real_models.py`` makes the folders.
 """
 
 import argparse
@@ -30,6 +31,7 @@ def main() -> None:
     """Run every model and write domains.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="+", metavar="NAME=MODEL")
+    parser.add_argument("--share", type=int, nargs="+", default=[2, 3, 4], help="of D")
     arguments = parser.parse_args()
     quiet()
     torch.manual_seed(0)
@@ -42,7 +44,7 @@ def main() -> None:
         seen, held_out = batches(name, folder, "")
         samples = sum(len(next(iter(batch.values()))) for batch in seen)
         before = classes(original, held_out) if name == "bert-rxn" else None
-        for share in (2, 3, 4):
+        for share in arguments.share:
             for calibration in ("none", "synthetic", "real"):
                 model = copy.deepcopy(original)
                 source: Any = seen if calibration == "real" else calibration
