@@ -55,11 +55,17 @@ def head_names(config: Any) -> list[str]:
 
 
 def ordered_by_name(names: Sequence[str], config: Any) -> bool:
-    """Whether :func:`label_order` goes by names; where one side has none, it goes by position."""
-    return not (_generic(names) or _generic(head_names(config)))
+    """Whether :func:`label_order` goes by names; where one side has none, it goes by position.
+
+    Numbers are names too where both sides have the same ones: folders sort ``10`` before ``2``.
+    """
+    head = head_names(config)
+    if names and same_names(names, head):
+        return True
+    return not (generic(names) or generic(head))
 
 
-def _generic(names: Sequence[str]) -> bool:
+def generic(names: Sequence[str]) -> bool:
     """Whether names only count: ``LABEL_0, LABEL_1, ...`` or ``0, 1, ...``."""
     return all(
         name.upper() in (f"LABEL_{output}", str(output)) for output, name in enumerate(names)

@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from collabify.data.base import Kind, model_kind
-from collabify.data.labels import head_names, label_order, ordered_by_name, plain
+from collabify.data.labels import generic, head_names, label_order, ordered_by_name, plain
 from collabify.errors import CheckpointError, CollabifyWarning, LabelError, OptionError
 from collabify.healing import is_main_process, new_parameters
 from collabify.models import find_attention
@@ -145,8 +145,7 @@ def _take_labels(
         config.num_labels, config.problem_type = 1, "regression"
         return ()
     config.problem_type = "single_label_classification"
-    nameless = not ordered_by_name(head_names(config), config)
-    if anew or nameless:
+    if anew or generic(head_names(config)):
         config.num_labels = len(labels)
         config.id2label = dict(enumerate(labels))
         config.label2id = {name: output for output, name in enumerate(labels)}
