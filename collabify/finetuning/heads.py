@@ -10,7 +10,14 @@ import transformers
 from torch import nn
 
 from collabify.data.base import Kind, model_kind
-from collabify.data.labels import generic, head_names, label_order, ordered_by_name, plain
+from collabify.data.labels import (
+    check_named,
+    generic,
+    head_names,
+    label_order,
+    ordered_by_name,
+    plain,
+)
 from collabify.errors import CheckpointError, CollabifyWarning, LabelError, OptionError
 from collabify.healing import is_main_process, new_parameters
 from collabify.models import find_attention
@@ -130,6 +137,7 @@ def _why_new(config: Any, kind: Kind, labels: Sequence[str] | None, place: str) 
     if config.num_labels == 1:
         return "its own predicts one number"
     try:
+        check_named(labels, config, place)
         label_order(labels, config, place)
     except LabelError:
         own = ", ".join(head_names(config))
