@@ -120,16 +120,13 @@ def glue_notes(report: GlueScores) -> list[str]:
     """What a reader of the table should know."""
     notes = ["Scores x 100, with 95 % bootstrap intervals over the examples."]
     notes += [_mean_note(average) for average in report.averages]
-    by_position = [
-        scores.task
-        for scores in report.tasks
-        if scores.label_order == "position" and scores.task != "stsb"
-    ]
-    if by_position:
-        notes.append(
-            f"No label names in the config for {', '.join(dict.fromkeys(by_position))}: "
-            "the order of the data was taken."
-        )
+    for who in ("model", "baseline"):
+        unnamed = [s.task for s in report.tasks if who in s.nameless and s.task != "stsb"]
+        if unnamed:
+            notes.append(
+                f"No label names in the config of the {who} for "
+                f"{', '.join(dict.fromkeys(unnamed))}: the order of the data was taken."
+            )
     implementations = dict.fromkeys(scores.implementation for scores in report.tasks)
     notes.append(f"Metrics: {', '.join(implementations)}.")
     return notes
@@ -155,8 +152,10 @@ def image_notes(report: ImageScores) -> list[str]:
     for who, how in report.options["preprocessing"].items():
         if how != OWN_PROCESSOR:
             notes.append(f"Images for the {who}: {how}.")
-    if report.label_order == "position":
-        notes.append("No class names in the config or the data: positions were taken.")
+    if report.nameless:
+        of = {"model": "the model's config", "baseline": "the baseline's config"}
+        lacking = ", ".join(of.get(who, "the data") for who in report.nameless)
+        notes.append(f"No class names in {lacking}: positions were taken.")
     return notes
 
 

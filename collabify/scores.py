@@ -57,10 +57,12 @@ class TaskScores:
     implementation
         Whose metrics: ``evaluate.load('glue')``, or ours where the Hub cannot be reached.
     label_order
-        Where the order of the head's labels comes from: ``names``, or ``position`` where the
-        model's config has generic names (or the task predicts a number).
+        Where the order of the heads' labels comes from: ``names``, or ``position`` where one of
+        them has generic names (or the task predicts a number).
     model, baseline
         The models.
+    nameless
+        Who has generic names where the order is ``position``: ``model``, ``baseline``, ``data``.
     """
 
     task: str
@@ -71,6 +73,7 @@ class TaskScores:
     label_order: str
     model: str | None = None
     baseline: str | None = None
+    nameless: tuple[str, ...] = ()
 
     @property
     def mean(self) -> float:
@@ -148,6 +151,8 @@ class ImageScores:
         The models.
     options, seconds, versions
         As in :class:`GlueScores`.
+    nameless
+        As in :class:`TaskScores`.
     """
 
     data: str
@@ -161,6 +166,7 @@ class ImageScores:
     options: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
+    nameless: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """All of it."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from glue_data import VOCABULARY, rows_of, write_glue, write_vocabulary
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoTokenizer,
     BertConfig,
@@ -200,6 +201,33 @@ def test_a_swapped_label_map_is_no_bad_model(models: Path, data: str, tmp_path: 
     ).json["tasks"][0]["scores"][0]  # fmt: skip
     assert same["difference"] == 0
     assert same["difference_interval"] == [0, 0]
+
+
+def without(source: Path, folder: Path, part: str) -> Path:
+    """A copy of a model without the weights whose names have ``part``."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if part not in name}
+    assert len(kept) < len(tensors)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_head_without_weights_is_not_scored(models: Path, data: str, tmp_path: Path) -> None:
+    headless = without(models / "rte", tmp_path / "headless", "classifier")
+    glue = ["--task", "rte", "--data", data]
+    drift = ["--data", "synthetic", "--samples", 4, "--max-length", 9]
+    for command in (
+        ["eval", "glue", headless, *glue],
+        ["eval", "glue", models / "rte", "--baseline", headless, *glue],
+        ["eval", "drift", headless, "--baseline", models / "rte", *drift],
+    ):
+        outcome = run(*command)
+        assert (outcome.code, outcome.out) == (1, "")
+        assert "no weights for its head (classifier.bias, classifier.weight)" in outcome.err
+    pooled = without(models / "bare", tmp_path / "no-pooler", "pooler")
+    outcome = run("eval", "drift", pooled, "--baseline", pooled, *drift)
+    assert outcome.code == 0, outcome.err
 
 
 @pytest.fixture(scope="module")

@@ -169,3 +169,19 @@ def test_two_processes_share_the_work(tiny: tuple[str, str], tmp_path: Path) -> 
     assert all(torch.isfinite(t).all() for t in tensors.values() if t.is_floating_point())
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     shutil.rmtree(out)
+
+
+def test_two_processes_have_the_loss_of_one(tiny: tuple[str, str], tmp_path: Path) -> None:
+    still = ["--device=cpu", "--json", "--limit=64", "--epochs=1", "--learning-rate=1e-12"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [*LAUNCH, *COMMAND[1:], *call(tiny, tmp_path / "two"), *still]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    (two,) = json.loads(done.stdout)["scores"]
+    (one,) = json.loads(run(*call(tiny, tmp_path / "one"), *still, "--batch-size=32").stdout)[
+        "scores"
+    ]
+    assert two["step"] == one["step"] == 2
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)

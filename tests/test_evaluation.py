@@ -315,7 +315,7 @@ def test_the_papers_mean_leaves_wnli_out(tmp_path: Path, tokenizer: Any) -> None
     report = evaluate_glue(knowing, ["wnli", "rte"], data=data, processor=tokenizer)
     assert report.averages[0].over == ("rte", "wnli")
     assert report.averages[1].over == ("rte accuracy",)
-    assert "for wnli: the order of the data was taken" in " ".join(glue_notes(report))
+    assert "of the model for wnli: the order of the data was taken" in " ".join(glue_notes(report))
 
 
 def test_scores_are_json_and_undefined_ones_null(tmp_path: Path, tokenizer: Any) -> None:
@@ -471,6 +471,30 @@ def test_images_that_cannot_be_scored(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "flat" / "1.png")
     with pytest.raises(OptionError, match=r"no column of class labels. There are: image \(Image\)"):
         evaluate_image(looking(), str(tmp_path / "flat"))
+
+
+def test_classes_without_names_are_not_taken_for_named_ones(tmp_path: Path) -> None:
+    data = write_images(tmp_path / "photos", ("0", "1", "2"))
+    with pytest.raises(LabelError, match=r"no names \(0, 1, 2\) .* head do \(ant, bee, cat\)"):
+        evaluate_image(looking(CLASSES[:3]), data, processor=PROCESSOR)
+    unnamed = LookingForImageClassification(("LABEL_0", "LABEL_1", "LABEL_2"), (0, 1, 2))
+    named = LookingForImageClassification(("0", "1", "2"), (0, 1, 2))
+    report = evaluate_image(unnamed, data, processor=PROCESSOR, baseline=named)
+    assert (report.label_order, report.nameless) == ("position", ("model", "data"))
+    assert "No class names in the model's config, the data: positions were taken." in (
+        image_notes(report)
+    )
+    assert evaluate_image(named, data, processor=PROCESSOR).nameless == ()
+
+
+def test_a_baseline_without_label_names_is_told_of(rte: str, tokenizer: Any) -> None:
+    unnamed, named = Knowing(("LABEL_0", "LABEL_1"), [0, 1]), Knowing(ENTAILMENT, [0, 1])
+    report = evaluate_glue(named, "rte", data=rte, baseline=unnamed, processor=tokenizer)
+    (scores,) = report.tasks
+    assert (scores.label_order, scores.nameless) == ("position", ("baseline",))
+    notes = " ".join(glue_notes(report))
+    assert "No label names in the config of the baseline for rte: the order" in notes
+    assert "of the model" not in notes
 
 
 def test_drift_of_a_model_from_itself_is_nothing(tmp_path: Path) -> None:

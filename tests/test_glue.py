@@ -184,6 +184,18 @@ def test_labels_of_another_task_are_refused(names: tuple[str, ...], message: str
         check_labels("rte", config(names), Dataset.from_dict({"label": [0, 1]}))
 
 
+def test_numbers_are_names_where_both_sides_have_the_same() -> None:
+    counted = [str(number) for number in range(12)]
+    sorted_as_folders = sorted(counted)  # 0, 1, 10, 11, 2, ...
+    order = label_order(sorted_as_folders, config(counted), "'digits'")
+    assert [counted[output] for output in order] == sorted_as_folders
+    assert ordered_by_name(sorted_as_folders, config(counted))
+    order = label_order(counted, config(sorted_as_folders), "'digits'")
+    assert [sorted_as_folders[output] for output in order] == counted
+    assert label_order(counted, config(counted), "'digits'") == tuple(range(12))
+    assert not ordered_by_name((), config(["LABEL_0"]))
+
+
 def test_names_that_are_there_twice_decide_nothing() -> None:
     with pytest.raises(LabelError, match="in any order"):
         label_order(["crane", "crane", "owl"], config(["crane", "owl", "crane"]), "'birds'")

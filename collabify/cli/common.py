@@ -115,13 +115,18 @@ def _show_warning(message: Warning | str, *_: Any) -> None:
 
 
 def load_model(
-    name: str, dtype: str, device: str | None, revision: str | None = None
+    name: str,
+    dtype: str,
+    device: str | None,
+    revision: str | None = None,
+    *,
+    strict: bool = False,
 ) -> tuple[Any, "Source"]:
     """Load with transformers' own chatter off."""
     from collabify.storage import load, quiet
 
     quiet()
-    return load(name, dtype=dtype, device=device, revision=revision)
+    return load(name, dtype=dtype, device=device, revision=revision, strict=strict)
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, text: int = 1) -> None:

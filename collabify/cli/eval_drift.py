@@ -44,8 +44,8 @@ def drift(
     from collabify.evaluation import evaluate_drift
     from collabify.scoreboard import drift_notes, drift_table
 
-    loaded, _ = load_model(model, "auto", device)
-    original, source = load_model(baseline, "auto", device)
+    loaded, _ = load_model(model, "auto", device, strict=True)
+    original, source = load_model(baseline, "auto", device, strict=True)
     with progress_bar(quiet=json) as show:
         report = evaluate_drift(
             loaded,

@@ -93,7 +93,7 @@ def glue(
 
 
 def _loader(name: str, device: str | None) -> Callable[[str], Any]:
-    return lambda task: load_model(name.replace(_TASK, task), "auto", device)[0]
+    return lambda task: load_model(name.replace(_TASK, task), "auto", device, strict=True)[0]
 
 
 def _print(report: "GlueScores") -> None:

@@ -47,8 +47,8 @@ def image(
     from collabify.evaluation import evaluate_image
     from collabify.scoreboard import image_notes, image_table
 
-    loaded, _ = load_model(model, "auto", device)
-    other = None if baseline is None else load_model(baseline, "auto", device)[0]
+    loaded, _ = load_model(model, "auto", device, strict=True)
+    other = None if baseline is None else load_model(baseline, "auto", device, strict=True)[0]
     with progress_bar(quiet=json) as show:
         report = evaluate_image(
             loaded,

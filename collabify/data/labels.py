@@ -3,7 +3,7 @@
 order[label of the data] = output of the head,        logits[:, order] is in the data's order
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from collabify.errors import LabelError
@@ -55,11 +55,49 @@ def head_names(config: Any) -> list[str]:
 
 
 def ordered_by_name(names: Sequence[str], config: Any) -> bool:
-    """Whether :func:`label_order` goes by names; where one side has none, it goes by position."""
-    return not (_generic(names) or _generic(head_names(config)))
+    """Whether :func:`label_order` goes by names; where one side has none, it goes by position.
+
+    Numbers are names too where both sides have the same ones: folders sort ``10`` before ``2``.
+    """
+    head = head_names(config)
+    if names and same_names(names, head):
+        return True
+    return not (generic(names) or generic(head))
 
 
-def _generic(names: Sequence[str]) -> bool:
+def check_named(names: Sequence[str], config: Any, place: str) -> None:
+    """Refuse data whose classes only have numbers for a head whose classes have names.
+
+    Raises
+    ------
+    LabelError
+        Where nothing says which number stands for which name.
+    """
+    head = head_names(config)
+    if generic(names) and not generic(head) and not same_names(names, head):
+        raise LabelError(
+            f"The classes of {place} have no names ({_listed(names)}) and those of the model's "
+            f"head do ({_listed(head)}): nothing says which is which. Name the classes of the data "
+            "as the model's, or make a model for them: collabify finetune"
+        )
+
+
+def nameless(names: Sequence[str], configs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Who lacks the names by which outputs would be found; none where all go by name.
+
+    Parameters
+    ----------
+    names
+        Of the data's labels; generic ones are told of as ``data``.
+    configs
+        Of models, by what they are called.
+    """
+    unnamed = [who for who, config in configs.items() if not ordered_by_name(names, config)]
+    lacking = [who for who in unnamed if generic(head_names(configs[who]))]
+    return (*lacking, "data") if unnamed and generic(names) else tuple(lacking)
+
+
+def generic(names: Sequence[str]) -> bool:
     """Whether names only count: ``LABEL_0, LABEL_1, ...`` or ``0, 1, ...``."""
     return all(
         name.upper() in (f"LABEL_{output}", str(output)) for output, name in enumerate(names)

@@ -21,7 +21,7 @@ from collabify.data.glue import (
     find_tasks,
     load_task,
 )
-from collabify.data.labels import ordered_by_name
+from collabify.data.labels import nameless
 from collabify.data.splits import sample
 from collabify.data.text import load_tokenizer
 from collabify.errors import OptionError
@@ -158,6 +158,8 @@ def _evaluate_task(
     }
     results, config = _predictions(task, model, rows, "", options)
     other = None if baseline is None else _predictions(task, baseline, rows, "baseline ", options)
+    configs = {"model": config} | ({} if other is None else {"baseline": other[1]})
+    unnamed = nameless(task.label_names or (), configs)
     scored = []
     for number, split in enumerate(splits):
         parts, implementation = _scores(
@@ -174,9 +176,10 @@ def _evaluate_task(
             len(rows[split]),
             tuple(part.score for part in parts),
             implementation,
-            "names" if ordered_by_name(task.label_names or (), config) else "position",
+            "position" if unnamed else "names",
             _name(config),
             None if other is None else _name(other[1]),
+            unnamed,
         )
         scored.append((record, parts))
     return scored

@@ -9,12 +9,15 @@ from collabify.errors import LabelError
 
 TEXT = "ForSequenceClassification"
 IMAGE = "ForImageClassification"
+_TAUGHT = "ForImageClassificationWithTeacher"  # DeiT's, with a head for its distillation token
 TOKENS = ("ForTokenClassification", "ForMaskedLM")
 _WORDS = {TEXT: "text classification", IMAGE: "image classification"}
 
 
 def has_head(model: Any, *endings: str) -> bool:
     """Whether the model's class, or one that it derives from, has a name with such an ending."""
+    if IMAGE in endings:
+        endings = (*endings, _TAUGHT)
     return any(base.__name__.endswith(endings) for base in type(model).__mro__)
 
 

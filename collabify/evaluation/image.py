@@ -14,7 +14,7 @@ from torch import Tensor
 from collabify.bootstrap import Array, Metric
 from collabify.data.classes import ImageClasses, load_images
 from collabify.data.images import as_image, encode_images, load_image_encoder
-from collabify.data.labels import label_order, ordered_by_name
+from collabify.data.labels import check_named, label_order, nameless
 from collabify.data.splits import sample
 from collabify.evaluation.compare import check_resamples, measure
 from collabify.evaluation.heads import IMAGE, check_head
@@ -86,6 +86,7 @@ def evaluate_image(
     def ranked(one: Any, who: str) -> Array:
         check_head(one, IMAGE, f"{data!r}", f"collabify finetune MODEL --image-data {data}")
         order = label_order(images.names, one.config, f"{data!r}")
+        check_named(images.names, one.config, f"{data!r}")
         collate, prepared[who] = _collate(rows, images, one, processor, batch_size)
         logits = predict(
             one,
@@ -115,13 +116,15 @@ def evaluate_image(
         resamples=resamples,
         seed=[seed],
     )
+    configs = {"model": model.config} | ({} if baseline is None else {"baseline": baseline.config})
+    unnamed = nameless(images.names, configs)
     return ImageScores(
         data,
         images.split,
         len(rows),
         len(images.names),
         tuple(part.score for part in parts),
-        "names" if ordered_by_name(images.names, model.config) else "position",
+        "position" if unnamed else "names",
         getattr(model.config, "_name_or_path", None) or None,
         None if baseline is None else getattr(baseline.config, "_name_or_path", None) or None,
         {
@@ -133,6 +136,7 @@ def evaluate_image(
         },
         time.perf_counter() - start,
         versions(),
+        unnamed,
     )
 
 

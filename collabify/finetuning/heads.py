@@ -10,16 +10,30 @@ import transformers
 from torch import nn
 
 from collabify.data.base import Kind, model_kind
-from collabify.data.labels import head_names, label_order, ordered_by_name, plain
+from collabify.data.labels import (
+    check_named,
+    generic,
+    head_names,
+    label_order,
+    ordered_by_name,
+    plain,
+)
 from collabify.errors import CheckpointError, CollabifyWarning, LabelError, OptionError
 from collabify.healing import is_main_process, new_parameters
 from collabify.models import find_attention
 from collabify.storage import Source, find, read
 
-CLASSES: dict[Kind, str] = {
+_CLASSES: dict[Kind, str] = {
     "text": "AutoModelForSequenceClassification",
     "image": "AutoModelForImageClassification",
 }
+# transformers' Auto class takes the one of two heads, which is for inference only.
+_TRAINED = {"deit": "DeiTForImageClassification"}
+
+
+def _trained_class(config: Any, kind: Kind) -> Any:
+    """The class of transformers, or its Auto class, that has a head to train."""
+    return getattr(transformers, _TRAINED.get(config.model_type, _CLASSES[kind]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +100,8 @@ def load_headed(
     """
     reason = _why_new(config, kind, labels, place)
     order = _take_labels(config, labels, place, anew=reason is not None)
-    auto: Any = getattr(transformers, CLASSES[kind])
-    model, info = read(auto, source, config, dtype="float32", ignore_mismatched_sizes=True)
+    cls = _trained_class(config, kind)
+    model, info = read(cls, source, config, dtype="float32", ignore_mismatched_sizes=True)
     inside = f"{model.base_model_prefix}."
     mismatched = [key for key, *_ in info["mismatched_keys"]]
     broken = next((key for key in mismatched if key.startswith(inside)), None)
@@ -101,7 +115,7 @@ def load_headed(
     if reason is None and new & head:
         reason = "its checkpoint has no weights for one"
     if reason is not None and not head <= new:
-        _draw_head(model, auto, config)
+        _draw_head(model, config)
         new |= head
     if reason is not None:
         told = "" if labels is None else f" ({', '.join(labels)})"
@@ -121,15 +135,16 @@ def warn(message: str) -> None:
 def _why_new(config: Any, kind: Kind, labels: Sequence[str] | None, place: str) -> str | None:
     """Why the model's head, if it has one, is of no use for the labels."""
     (name,) = (config.architectures or ("AutoModel",))[:1]
-    suffix = CLASSES[kind].removeprefix("AutoModel")
+    suffix = _CLASSES[kind].removeprefix("AutoModel")
     if not name.endswith(suffix):
-        return f"{name} has none"
+        return f"{name} has {'two, for inference only' if suffix in name else 'none'}"
     if labels is None:
         count = config.num_labels
         return None if count == 1 else f"its own has {count} labels, and one number is wanted"
     if config.num_labels == 1:
         return "its own predicts one number"
     try:
+        check_named(labels, config, place)
         label_order(labels, config, place)
     except LabelError:
         own = ", ".join(head_names(config))
@@ -145,8 +160,7 @@ def _take_labels(
         config.num_labels, config.problem_type = 1, "regression"
         return ()
     config.problem_type = "single_label_classification"
-    nameless = not ordered_by_name(head_names(config), config)
-    if anew or nameless:
+    if anew or generic(head_names(config)):
         config.num_labels = len(labels)
         config.id2label = dict(enumerate(labels))
         config.label2id = {name: output for output, name in enumerate(labels)}
@@ -159,11 +173,11 @@ def head_parameters(model: Any) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if not name.startswith(inside)]
 
 
-def _draw_head(model: Any, auto: Any, config: Any) -> None:
+def _draw_head(model: Any, config: Any) -> None:
     """Give the model the head of a new model of its class."""
     original = deepcopy(config)
     original.__dict__.pop("quantization_config", None)
-    fresh: Any = auto.from_config(original)
+    fresh = type(model)(original)
     model.load_state_dict({n: p.detach() for n, p in head_parameters(fresh)}, strict=False)
 
 
@@ -218,7 +232,7 @@ def load_teacher(name: str, student: Headed, kind: Kind, labels: Sequence[str] |
                 "student reads. Change --teacher."
             )
     _check_outputs(name, config, ours, kind, labels)
-    auto: Any = getattr(transformers, CLASSES[kind])
+    auto: Any = getattr(transformers, _CLASSES[kind])
     model, info = read(auto, source, config, dtype="float32")
     if info["missing_keys"]:
         raise CheckpointError(
@@ -231,9 +245,9 @@ def load_teacher(name: str, student: Headed, kind: Kind, labels: Sequence[str] |
 def _check_outputs(
     name: str, config: Any, ours: Any, kind: Kind, labels: Sequence[str] | None
 ) -> None:
-    suffix = CLASSES[kind].removeprefix("AutoModel")
+    suffix = _CLASSES[kind].removeprefix("AutoModel")
     found = (config.architectures or ("AutoModel",))[0]
-    if not found.endswith(suffix):
+    if suffix not in found:
         raise LabelError(
             f"The teacher {name!r} is a {found}, which has no head; it must be a model that was "
             "fine-tuned for this task. Change --teacher, or train it first: collabify finetune"

@@ -85,6 +85,7 @@ class Training(Trainer):
 
     def __init__(self, *, teacher: Teacher | None, **options: Any) -> None:
         super().__init__(**options)
+        self.model_accepts_loss_kwargs = False  # heads take the mean: no scaling by processes
         self.teacher = teacher
         self.seen = math.nan  # the last step's loss
         if teacher is not None:

@@ -31,7 +31,12 @@ from collabify.storage.source import Source, locate
 
 
 def load(
-    name: str, *, dtype: str = "auto", device: str | None = None, revision: str | None = None
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    revision: str | None = None,
+    strict: bool = False,
 ) -> tuple[PreTrainedModel, Source]:
     """Load a model with the class that it was saved with, so that its head stays.
 
@@ -45,6 +50,8 @@ def load(
         As ``torch.device`` reads it; by default the CPU.
     revision
         Branch, tag or commit on the Hub, by default ``main``; folders have none.
+    strict
+        Refuse a head without weights instead of warning of it.
 
     Returns
     -------
@@ -56,7 +63,7 @@ def load(
     ModelNotFoundError
         Where there is no such folder, Hub id or revision, or no configuration or weights in it.
     CheckpointError
-        Where the files cannot be used.
+        Where the files cannot be used, or (if ``strict``) have no weights for the head.
     UnsupportedModelError
         Where the architecture has no adapter, before any weights are read.
     """
@@ -65,6 +72,14 @@ def load(
     known = [getattr(transformers, arch, None) for arch in config.architectures or ()]
     models = [c for c in known if isinstance(c, type) and issubclass(c, PreTrainedModel)]
     model, info = read(models[0] if models else transformers.AutoModel, source, config, dtype=dtype)
+    inside = f"{model.base_model_prefix}."
+    is_headless = model.base_model is model
+    head = [k for k in sorted(info["missing_keys"]) if not is_headless and not k.startswith(inside)]
+    if strict and head:
+        raise CheckpointError(
+            f"{name!r} has no weights for its head ({', '.join(head)}): outputs would be random. "
+            "Download or copy it again, or train it first: collabify finetune"
+        )
     if info["missing_keys"]:
         warnings.warn(
             f"{name!r} has no weights for {', '.join(sorted(info['missing_keys']))}: "

@@ -1,0 +1,63 @@
+"""Fine-tuning on what users have: other heads, other configs, other data than the usual ones."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import TINY
+from tiny_tasks import FAST, write_images, write_model
+from transformers import DeiTForImageClassificationWithTeacher
+
+import collabify
+from collabify.errors import CollabifyWarning
+from collabify.evaluation import evaluate_image
+from collabify.storage import load
+
+ONCE: dict[str, Any] = FAST | {"epochs": 1}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No network, and no data left in the user's cache."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    cache = tmp_path_factory.getbasetemp() / "datasets"
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
+
+
+def headed(folder: Path, labels: tuple[str, ...], kind: str = "bert", **config: Any) -> str:
+    names = dict(enumerate(labels))
+    ids = {name: number for number, name in names.items()}
+    return str(write_model(folder, kind, id2label=names, label2id=ids, **config))
+
+
+PREPARED = pytest.mark.filterwarnings("ignore:Images are prepared for .* as best one can")
+
+
+@PREPARED
+def test_numbered_classes_get_a_head_of_their_own(tmp_path: Path) -> None:
+    source = headed(tmp_path / "m", ("airplane", "bird", "cat"), "vit")
+    write_images(tmp_path / "images", {"train": 9, "test": 3}, ("0", "1", "2"))
+    call: dict[str, Any] = {"image_data": str(tmp_path / "images"), **ONCE}
+    with pytest.warns(CollabifyWarning, match="gets a new head .* airplane, bird, cat apart"):
+        report = collabify.finetune(source, out=tmp_path / "o", **call)
+    assert report.labels == ("0", "1", "2")
+
+
+@PREPARED
+def test_a_model_with_two_heads_gets_one(tmp_path: Path) -> None:
+    config = TINY["deit"].config()
+    config.id2label, config.label2id = {0: "blue", 1: "red"}, {"blue": 0, "red": 1}
+    DeiTForImageClassificationWithTeacher(config).save_pretrained(tmp_path / "m")
+    write_images(tmp_path / "images", {"train": 8, "test": 4})
+    data = str(tmp_path / "images")
+    call: dict[str, Any] = {"image_data": data, **ONCE}
+    with pytest.warns(CollabifyWarning, match="WithTeacher has two, for inference only"):
+        report = collabify.finetune(str(tmp_path / "m"), out=tmp_path / "o", **call)
+    assert report.new_parameters == ("classifier.bias", "classifier.weight")
+    assert type(load(str(tmp_path / "o"))[0]).__name__ == "DeiTForImageClassification"
+    report = collabify.finetune(
+        str(tmp_path / "o"), out=tmp_path / "p", teacher=str(tmp_path / "m"), **call
+    )
+    assert report.teacher == str(tmp_path / "m")
+    two, _ = load(str(tmp_path / "m"))
+    assert evaluate_image(two, data, resamples=2).examples == 4
