@@ -22,7 +22,7 @@ token features (DINOv2-small, 8 photographs at two scales) of the converted mode
     1.2, 1: another seed | 1.4 times the contrast | contrast e^(0.4 z) | mean 0.5 z
                                                0.972 | 0.974 | 0.976 | 0.973
 
-Noise has neither edges nor empty surfaces, and fails where photographs do (a retina on black: 0.78).
+Noise has neither edges nor empty surfaces, and fails where photographs do (a retina: 0.78).
 So every other image is of dead leaves (Lee, Mumford & Huang 2001): on fifteen whole photographs,
 D̃k = 192, 240 to 256 images: weights only 0.962, 1/f noise 0.961, dead leaves 0.966, both 0.980. On
 crops that were held out (``benchmarks/quality/domains.json``): weights only 0.965, both 0.976.
