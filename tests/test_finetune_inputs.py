@@ -1,15 +1,16 @@
 """Fine-tuning on what users have: other heads, other configs, other data than the usual ones."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_models import TINY
-from tiny_tasks import FAST, write_images, write_model
+from tiny_tasks import FAST, write_images, write_model, write_task
 from transformers import DeiTForImageClassificationWithTeacher
 
 import collabify
-from collabify.errors import CollabifyWarning
+from collabify.errors import CheckpointError, CollabifyWarning
 from collabify.evaluation import evaluate_image
 from collabify.storage import load
 
@@ -61,3 +62,32 @@ def test_a_model_with_two_heads_gets_one(tmp_path: Path) -> None:
     assert report.teacher == str(tmp_path / "m")
     two, _ = load(str(tmp_path / "m"))
     assert evaluate_image(two, data, resamples=2).examples == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "differs", "hidden", "match"),
+    [
+        ("bert", {"hidden_size": 48}, True, "hidden_size=48 of the teacher .* must be 24: hidden"),
+        ("bert", {"num_hidden_layers": 3}, True, "num_hidden_layers=3 .* must be 2: hidden"),
+        ("vit", {"image_size": 16}, False, "image_size=16 .* must be 8: it reads what"),
+        ("vit", {"patch_size": 2}, True, "patch_size=2 .* must be 4: .*--hidden-states"),
+    ],
+)
+def test_a_teacher_of_another_shape_is_refused(
+    kind: str, differs: dict[str, int], hidden: bool, match: str, tmp_path: Path
+) -> None:
+    labels = ("blue", "red") if kind == "vit" else ("negative", "positive")
+    source = headed(tmp_path / "m", labels, kind)
+    teacher = headed(tmp_path / "t", labels, kind, **differs)
+    if kind == "vit":
+        write_images(tmp_path / "images", {"train": 4, "test": 4})
+        data = {"image_data": str(tmp_path / "images")}
+    else:
+        write_task(tmp_path / "glue", "sst2", {"train": 8, "validation": 8})
+        data = {"task": "sst2", "data": str(tmp_path / "glue")}
+    options: dict[str, Any] = {**data, "hidden_states": hidden, **ONCE}
+    with (
+        pytest.raises(CheckpointError, match=match),
+        warnings.catch_warnings(action="ignore", category=CollabifyWarning),
+    ):
+        collabify.finetune(source, out=tmp_path / "o", teacher=teacher, **options)

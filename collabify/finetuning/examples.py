@@ -13,12 +13,12 @@ from sklearn.metrics import accuracy_score, top_k_accuracy_score
 from torch.utils.data import Dataset
 from transformers import DataCollatorWithPadding, default_data_collator
 
-from collabify.data.classes import ImageClasses, load_images
+from collabify.data.classes import ImageClasses, load_images, read_picture
 from collabify.data.glue import HUB, Task, encode, find_task, load_task
-from collabify.data.images import Encoder, as_image, check_pixels, load_image_encoder
+from collabify.data.images import Encoder, check_pixels, load_image_encoder
 from collabify.data.splits import sample
 from collabify.data.text import load_tokenizer
-from collabify.errors import CollabifyError, OptionError, first_line
+from collabify.errors import OptionError
 from collabify.finetuning.heads import Headed, warn
 from collabify.metrics import compute, load_metric
 
@@ -131,20 +131,9 @@ class _Pictures(Dataset[dict[str, Any]]):
         return len(self.labels)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        pixels = torch.as_tensor(self.encode([self._picture(row)])).float()
+        pixels = torch.as_tensor(self.encode([read_picture(self.images, row)])).float()
         check_pixels(pixels, self.config)
         return {"pixel_values": pixels[0], "labels": self.labels[row]}
-
-    def _picture(self, row: int) -> Any:
-        place = f"Row {row} of {self.images.name!r}:{self.images.split}"
-        try:
-            return as_image(self.images.rows[row][self.images.image], place)
-        except (OSError, SyntaxError, ValueError) as error:
-            if isinstance(error, CollabifyError):
-                raise
-            raise OptionError(
-                f"{place} cannot be read as an image ({first_line(error)}). Remove or replace it."
-            ) from error
 
 
 class ImageExamples(Examples):

@@ -235,7 +235,9 @@ def _teacher(
     if name is None:
         return None
     return Teacher(
-        load_teacher(name, headed, kind, examples.labels),
+        load_teacher(
+            name, headed, kind, examples.labels, hidden_states=options.hidden_states
+        ),
         ALPHA if options.alpha is None else options.alpha,
         TEMPERATURE if options.temperature is None else options.temperature,
         options.hidden_states,
