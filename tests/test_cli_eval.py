@@ -186,6 +186,21 @@ def test_glue_refuses_in_one_line(
     assert outcome.out == ""
 
 
+def test_every_tasks_model_is_looked_for_before_one_is_scored(
+    models: Path, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(models / "stsb", tmp_path / "stsb")  # none for rte
+    monkeypatch.setattr("collabify.evaluation.evaluate_glue", None)  # would raise a TypeError
+    outcome = run("eval", "glue", tmp_path / "{task}", "--task", "all", "--data", data)
+    assert (outcome.code, outcome.out) == (1, "")
+    assert f"'{tmp_path / 'rte'}' is neither a folder nor" in outcome.err
+    for which in ([models / "rte"], [models / "{task}", "--baseline", models / "rte"]):
+        outcome = run("eval", "glue", *which, "--task", "rte,stsb", "--data", data)
+        assert outcome.code == 2
+        assert "is one model and there are 2 tasks (stsb, rte)" in outcome.err
+        assert "Put {task} where its name stands" in outcome.err
+
+
 def test_a_swapped_label_map_is_no_bad_model(models: Path, data: str, tmp_path: Path) -> None:
     """The head's rows and the names are swapped together: the same score."""
     shutil.copytree(models / "rte", tmp_path / "swapped")

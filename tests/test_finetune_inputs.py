@@ -10,7 +10,7 @@ from tiny_tasks import FAST, write_images, write_model, write_task
 from transformers import DeiTForImageClassificationWithTeacher
 
 import collabify
-from collabify.errors import CheckpointError, CollabifyWarning
+from collabify.errors import CheckpointError, CollabifyWarning, OptionError
 from collabify.evaluation import evaluate_image
 from collabify.storage import load
 
@@ -91,3 +91,26 @@ def test_a_teacher_of_another_shape_is_refused(
         warnings.catch_warnings(action="ignore", category=CollabifyWarning),
     ):
         collabify.finetune(source, out=tmp_path / "o", teacher=teacher, **options)
+
+
+def test_a_damaged_record_is_found_before_the_training(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "m")
+    (source / "collabify.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"collabify\.json"):
+        collabify.finetune(str(source), task="sst2", data="/nowhere", out=tmp_path / "o")
+
+
+@pytest.mark.parametrize("splits", [("train[:80%]", "train"), ("train", "train[80%:]")])
+def test_a_slice_of_what_is_trained_on_is_not_scored(
+    splits: tuple[str, str], tmp_path: Path
+) -> None:
+    source = headed(tmp_path / "m", ("blue", "red"), "vit")
+    write_images(tmp_path / "images", {"train": 10})
+    with pytest.raises(OptionError, match=r"scored on what it was trained on, 'train.* and 'train"):
+        collabify.finetune(
+            source,
+            image_data=str(tmp_path / "images"),
+            split=splits[0],
+            eval_split=splits[1],
+            out=tmp_path / "o",
+        )

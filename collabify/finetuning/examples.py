@@ -223,9 +223,10 @@ def open_images(
         Where a label is hidden or out of range.
     """
     train, scored = load_images(source, split or TRAIN), load_images(source, eval_split)
-    if scored.split == train.split:
+    if _overlap(train.split, scored.split):
         raise OptionError(
-            f"image_data={source!r} would be scored on what it was trained on, {train.split!r}. "
+            f"image_data={source!r} would be scored on what it was trained on, {train.split!r}"
+            f"{'' if train.split == scored.split else f' and {scored.split!r}'}. "
             f"Name other splits or slices: --split '{TRAIN}[:80%]' --eval-split '{TRAIN}[80%:]'"
         )
     train, scored = (replace(i, rows=sample(i.rows, limit, seed)) for i in (train, scored))
@@ -236,4 +237,16 @@ def open_images(
         train=train,
         evaluation={scored.split.partition("[")[0]: scored},
         labels=train.names,
+    )
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether two splits are one, or one is a slice of the other; two slices are as they were cut.
+
+    A split may be a sum of others, ``train+validation[:50%]``.
+    """
+    return any(
+        a == b or (a.partition("[")[0] == b.partition("[")[0] and not ("[" in a and "[" in b))
+        for a in one.split("+")
+        for b in other.split("+")
     )
