@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 from tiny_models import TINY
 from tiny_tasks import FAST, write_images, write_model, write_task
-from transformers import DeiTForImageClassificationWithTeacher
+from transformers import AutoConfig, DeiTForImageClassificationWithTeacher
 
 import collabify
 from collabify.errors import CheckpointError, CollabifyWarning, OptionError
 from collabify.evaluation import evaluate_image
+from collabify.finetuning.examples import open_task
+from collabify.finetuning.heads import Headed
 from collabify.storage import load
 
 ONCE: dict[str, Any] = FAST | {"epochs": 1}
@@ -114,3 +116,28 @@ def test_a_slice_of_what_is_trained_on_is_not_scored(
             eval_split=splits[1],
             out=tmp_path / "o",
         )
+
+
+@pytest.mark.parametrize("also", ["output_hidden_states", "output_attentions"])
+def test_a_config_that_asks_for_more_outputs(also: str, tmp_path: Path) -> None:
+    labels = ("negative", "positive")
+    write_task(tmp_path / "glue", "sst2", {"train": 32, "validation": 24})
+    call: dict[str, Any] = {"task": "sst2", "data": str(tmp_path / "glue"), **ONCE}
+    plain = collabify.finetune(headed(tmp_path / "m", labels), out=tmp_path / "o", **call)
+    attention: dict[str, Any] = {also: True, "attn_implementation": "eager"}
+    source = headed(tmp_path / "n", labels, **attention)
+    report = collabify.finetune(source, out=tmp_path / "p", **call)
+    assert report.scores[0]["validation"] == pytest.approx(plain.scores[0]["validation"], rel=1e-4)
+    assert getattr(AutoConfig.from_pretrained(tmp_path / "p"), also)
+
+
+def test_what_is_scored_is_sorted_by_length(tmp_path: Path) -> None:
+    write_task(tmp_path / "glue", "sst2", {"train": 32, "validation": 24})
+    source = headed(tmp_path / "m", ("negative", "positive"))
+    examples = open_task("sst2", str(tmp_path / "glue"), None, 0)
+    encoded = examples.encode(Headed(load(source)[0], (0, 1), None, ()), source, 16)
+    lengths = [len(each["input_ids"]) for each in encoded.evaluation["validation"]]
+    assert lengths == sorted(lengths, reverse=True)
+    assert len(set(lengths)) == 3
+    labels = [each["labels"] for each in encoded.evaluation["validation"]]
+    assert sorted(labels) == sorted(examples.evaluation["validation"]["label"])
