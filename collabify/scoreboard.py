@@ -119,7 +119,7 @@ def _stacked(scores: Sequence[Score], of: Callable[[Score], Interval | None], si
 def glue_notes(report: GlueScores) -> list[str]:
     """What a reader of the table should know."""
     notes = ["Scores x 100, with 95 % bootstrap intervals over the examples."]
-    notes += [_mean_note(average) for average in report.averages]
+    notes += [_mean_note(average, report) for average in report.averages]
     for who in ("model", "baseline"):
         unnamed = [s.task for s in report.tasks if who in s.nameless and s.task != "stsb"]
         if unnamed:
@@ -132,12 +132,13 @@ def glue_notes(report: GlueScores) -> list[str]:
     return notes
 
 
-def _mean_note(average: Average) -> str:
+def _mean_note(average: Average, report: GlueScores) -> str:
     if average.score.metric == "mean of tasks":
         return f"Mean of tasks: {len(average.over)} of {average.out_of}, pairs averaged first."
+    mnli = next((s.split for s in report.tasks if s.task == "mnli"), "validation_matched")
     return (
         f"The paper's mean: {len(average.over)} of its {average.out_of} numbers "
-        "(MNLI once, matched; no WNLI)."
+        f"(MNLI once, {mnli.removeprefix('validation_')}; no WNLI)."
     )
 
 

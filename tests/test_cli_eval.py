@@ -165,6 +165,7 @@ def test_glue_options_reach_the_evaluation(models: Path, data: str) -> None:
         ({"--batch-size": "0"}, 2, "batch_size=0 must be at least 1"),
         ({"--max-length": "3"}, 2, "max_length=3 must be at least 5"),
         ({"--resamples": "1"}, 2, "resamples=1 must be at least 2"),
+        ({"--seed": "-1"}, 2, r"seed=-1 must be in \[0, 2\^32\)"),
         ({"--device": "abacus"}, 2, "device='abacus' must be one that torch can use"),
         ({"--baseline": "/no/such/model"}, 1, "is neither a folder nor a model"),
         ({"MODEL": "bare"}, 1, "Make one: collabify finetune MODEL --task rte --out DIR"),
@@ -183,6 +184,21 @@ def test_glue_refuses_in_one_line(
     assert re.search(message, outcome.err), outcome.err
     assert outcome.err.count("\n") == 1
     assert outcome.out == ""
+
+
+def test_every_tasks_model_is_looked_for_before_one_is_scored(
+    models: Path, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(models / "stsb", tmp_path / "stsb")  # none for rte
+    monkeypatch.setattr("collabify.evaluation.evaluate_glue", None)  # would raise a TypeError
+    outcome = run("eval", "glue", tmp_path / "{task}", "--task", "all", "--data", data)
+    assert (outcome.code, outcome.out) == (1, "")
+    assert f"'{tmp_path / 'rte'}' is neither a folder nor" in outcome.err
+    for which in ([models / "rte"], [models / "{task}", "--baseline", models / "rte"]):
+        outcome = run("eval", "glue", *which, "--task", "rte,stsb", "--data", data)
+        assert outcome.code == 2
+        assert "is one model and there are 2 tasks (stsb, rte)" in outcome.err
+        assert "Put {task} where its name stands" in outcome.err
 
 
 def test_a_swapped_label_map_is_no_bad_model(models: Path, data: str, tmp_path: Path) -> None:
@@ -296,6 +312,7 @@ def test_image_says_where_a_model_has_no_processor(images: Path, tmp_path: Path)
         ({"--data": "/no/such"}, 2, "data='/no/such' must be a data set's folder"),
         ({"--limit": "0"}, 2, "limit=0 must be at least 1"),
         ({"--batch-size": "0"}, 2, "batch_size=0"),
+        ({"--seed": "-1"}, 2, "seed=-1 must be in [0, 2^32). Change --seed."),
         ({"--baseline": "/no/such/model"}, 1, "is neither a folder nor a model"),
     ],
 )
@@ -308,6 +325,14 @@ def test_image_refuses_in_one_line(
     assert (outcome.code, outcome.out) == (code, ""), outcome.err
     assert message in outcome.err
     assert outcome.err.count("\n") == 1
+
+
+def test_image_names_a_damaged_picture(images: Path, tmp_path: Path) -> None:
+    shutil.copytree(images / "photos", tmp_path / "photos")
+    (tmp_path / "photos" / "validation" / "bee" / "1.png").write_bytes(b"no image")
+    outcome = run("eval", "image", images / "vit", "--data", tmp_path / "photos")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert re.search(r"Row 4 of .*:validation cannot be read as an image", outcome.err)
 
 
 def test_image_refuses_a_model_of_texts(models: Path, images: Path) -> None:

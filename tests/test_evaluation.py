@@ -298,8 +298,17 @@ def test_several_tasks_their_means_and_the_papers_table(four: str, tokenizer: An
     assert width((["", "ab\nc"], [["x", "1\n234"]])) == (3 + 1) + (3 + 3)
     notes = " ".join(glue_notes(report))
     assert "4 of 9" in notes
-    assert "6 of its 11 numbers" in notes
+    assert "6 of its 11 numbers (MNLI once, matched; no WNLI)" in notes
     assert "the order of the data" not in notes  # only stsb has no names, and it needs none
+
+
+def test_the_note_on_mnli_names_the_split_that_was_scored(tmp_path: Path, tokenizer: Any) -> None:
+    both = {name: {"validation_mismatched": rows_of(name, LABELS)} for name in ("mnli", "rte")}
+    data = write_glue(tmp_path / "g", both)
+    report = evaluate_glue(
+        knowing, "all", data=data, split="validation_mismatched", processor=tokenizer
+    )
+    assert "MNLI once, mismatched;" in " ".join(glue_notes(report))
 
 
 def test_f1_and_accuracy_keep_their_places(tmp_path: Path, tokenizer: Any) -> None:

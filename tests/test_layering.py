@@ -47,7 +47,7 @@ LEVELS = {
     "data.images": 5.1,
     "data.dataset": 5.1,
     "data.glue": 5.2,
-    "data.classes": 5.1,
+    "data.classes": 5.2,
     "data.sources": 5.2,
     "data.ready": 5.2,
     "data.loading": 5.3,

@@ -65,13 +65,11 @@ def glue(
 ) -> None:
     """Score MODEL on tasks of GLUE, and with --baseline the difference, with 95 % intervals."""
     from collabify.evaluation import evaluate_glue
-    from collabify.storage import check_device, locate
+    from collabify.storage import check_device
 
     check_device(device)
     names = [name.strip() for given in task for name in given.split(",") if name.strip()]
-    for name in (model, baseline):
-        if name is not None and _TASK not in name:
-            locate(name)  # refuses before data are read
+    _check_models(model, baseline, names, data)
     with progress_bar(quiet=json) as show:
         report = evaluate_glue(
             _loader(model, device),
@@ -90,6 +88,26 @@ def glue(
         typer.echo(report.to_json())
     else:
         _print(report)
+
+
+def _check_models(model: str, baseline: str | None, names: list[str], data: str | None) -> None:
+    """Refuse models that are not there, of any task, before one is evaluated."""
+    from collabify.data.glue import find_tasks
+    from collabify.errors import OptionError
+    from collabify.storage import find, quiet
+
+    quiet()
+    tasks = [each.name for each in find_tasks(names, data)]
+    for option, name in (("MODEL", model), ("baseline", baseline)):
+        if name is not None and _TASK not in name and len(tasks) > 1:
+            raise OptionError(
+                f"{option}={name!r} is one model and there are {len(tasks)} tasks "
+                f"({', '.join(tasks)}), each with a head of its own. "
+                f"Put {_TASK} where its name stands, or give one task."
+            )
+    for name in filter(None, (model, baseline)):
+        for each in dict.fromkeys(name.replace(_TASK, task) for task in tasks):
+            find(each)
 
 
 def _loader(name: str, device: str | None) -> Callable[[str], Any]:

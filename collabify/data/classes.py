@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from collabify.data.images import as_image
 from collabify.data.labels import check_range
 from collabify.data.splits import datasets_package, load_split, no_progress_bars
-from collabify.errors import OptionError, first_line
+from collabify.errors import CollabifyError, OptionError, first_line
 
 # In the order in which one of them is taken where none is named.
 _EVALUATED = ("validation", "valid", "val", "test", "train")
@@ -68,6 +69,25 @@ def load_images(data: str, split: str | None = None) -> ImageClasses:
     names = tuple(rows.features[label].names)
     check_range(rows[label], names, f"{name}:{split}")
     return ImageClasses(rows, image, label, names, data, split)
+
+
+def read_picture(images: ImageClasses, row: int) -> Any:
+    """One of the images, in RGB.
+
+    Raises
+    ------
+    OptionError
+        Where it is damaged or no image.
+    """
+    place = f"Row {row} of {images.name!r}:{images.split}"
+    try:
+        return as_image(images.rows[row][images.image], place)
+    except (OSError, SyntaxError, ValueError) as error:
+        if isinstance(error, CollabifyError):
+            raise
+        raise OptionError(
+            f"{place} cannot be read as an image ({first_line(error)}). Remove or replace it."
+        ) from error
 
 
 def _first_split(name: str, config: str | None) -> str:

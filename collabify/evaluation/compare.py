@@ -98,8 +98,8 @@ def mean_of(name: str, parts: Sequence[Measured]) -> Measured:
     )
 
 
-def check_resamples(resamples: int) -> None:
-    """Refuse too few resamples.
+def check_draws(resamples: int, seed: int) -> None:
+    """Refuse too few resamples, and what is no seed.
 
     Raises
     ------
@@ -109,3 +109,5 @@ def check_resamples(resamples: int) -> None:
         raise OptionError(
             f"resamples={resamples} must be at least 2 for an interval. Raise --resamples."
         )
+    if not 0 <= seed < 2**32:
+        raise OptionError(f"seed={seed} must be in [0, 2^32). Change --seed.")

@@ -25,7 +25,7 @@ from collabify.data.labels import nameless
 from collabify.data.splits import sample
 from collabify.data.text import load_tokenizer
 from collabify.errors import OptionError
-from collabify.evaluation.compare import Measured, check_resamples, mean_of, measure
+from collabify.evaluation.compare import Measured, check_draws, mean_of, measure
 from collabify.evaluation.heads import TEXT, check_head
 from collabify.evaluation.predict import Progress, predict
 from collabify.scores import Average, GlueScores, TaskScores
@@ -111,7 +111,7 @@ def evaluate_glue(
     NonFiniteError
         Where a model's output is NaN or infinite.
     """
-    check_resamples(resamples)
+    check_draws(resamples, seed)
     start = time.perf_counter()
     tasks = find_tasks([task] if isinstance(task, str) else task, data)
     for models, name in ((model, "model"), (baseline, "baseline")):

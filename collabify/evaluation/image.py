@@ -5,6 +5,7 @@ image -> RGB -> the model's image processor -> logits[:, order] -> is the class 
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,11 @@ import torch
 from torch import Tensor
 
 from collabify.bootstrap import Array, Metric
-from collabify.data.classes import ImageClasses, load_images
-from collabify.data.images import as_image, encode_images, load_image_encoder
+from collabify.data.classes import ImageClasses, load_images, read_picture
+from collabify.data.images import encode_images, load_image_encoder
 from collabify.data.labels import check_named, label_order, nameless
 from collabify.data.splits import sample
-from collabify.evaluation.compare import check_resamples, measure
+from collabify.evaluation.compare import check_draws, measure
 from collabify.evaluation.heads import IMAGE, check_head
 from collabify.evaluation.predict import Progress, predict
 from collabify.scores import OWN_PROCESSOR, ImageScores
@@ -76,21 +77,21 @@ def evaluate_image(
     NonFiniteError
         Where a model's output is NaN or infinite.
     """
-    check_resamples(resamples)
+    check_draws(resamples, seed)
     start = time.perf_counter()
     images = load_images(data, split)
-    rows = sample(images.rows, limit, seed)
-    references = np.asarray(rows[images.label])
+    images = replace(images, rows=sample(images.rows, limit, seed))
+    references = np.asarray(images.rows[images.label])
     prepared: dict[str, str] = {}
 
     def ranked(one: Any, who: str) -> Array:
         check_head(one, IMAGE, f"{data!r}", f"collabify finetune MODEL --image-data {data}")
         order = label_order(images.names, one.config, f"{data!r}")
         check_named(images.names, one.config, f"{data!r}")
-        collate, prepared[who] = _collate(rows, images, one, processor, batch_size)
+        collate, prepared[who] = _collate(images, one, processor, batch_size)
         logits = predict(
             one,
-            range(len(rows)),
+            range(len(images.rows)),
             collate,
             batch_size=batch_size,
             stage=f"images, {who}",
@@ -121,7 +122,7 @@ def evaluate_image(
     return ImageScores(
         data,
         images.split,
-        len(rows),
+        len(images.rows),
         len(images.names),
         tuple(part.score for part in parts),
         "position" if unnamed else "names",
@@ -141,16 +142,13 @@ def evaluate_image(
 
 
 def _collate(
-    rows: Any, images: ImageClasses, model: Any, processor: object, batch_size: int
+    images: ImageClasses, model: Any, processor: object, batch_size: int
 ) -> tuple[Collate, str]:
     """Row numbers to pixel values, read when their batch is due; and how they are prepared."""
     encode, note = load_image_encoder(processor, model.config)
 
     def collate(numbers: list[int]) -> Mapping[str, Tensor]:
-        read = (
-            as_image(rows[number][images.image], f"Row {number} of {images.name!r}")
-            for number in numbers
-        )
+        read = (read_picture(images, number) for number in numbers)
         pixels = encode_images(read, encode, model.config, batch_size=batch_size)
         return {"pixel_values": torch.stack(pixels)}
 

@@ -13,12 +13,12 @@ from sklearn.metrics import accuracy_score, top_k_accuracy_score
 from torch.utils.data import Dataset
 from transformers import DataCollatorWithPadding, default_data_collator
 
-from collabify.data.classes import ImageClasses, load_images
+from collabify.data.classes import ImageClasses, load_images, read_picture
 from collabify.data.glue import HUB, Task, encode, find_task, load_task
-from collabify.data.images import Encoder, as_image, check_pixels, load_image_encoder
+from collabify.data.images import Encoder, check_pixels, load_image_encoder
 from collabify.data.splits import sample
 from collabify.data.text import load_tokenizer
-from collabify.errors import CollabifyError, OptionError, first_line
+from collabify.errors import OptionError
 from collabify.finetuning.heads import Headed, warn
 from collabify.metrics import compute, load_metric
 
@@ -104,7 +104,11 @@ class TaskExamples(Examples):
                 rows, self.task, tokenizer, config, max_length=max_length, order=headed.order
             )
 
-        scored = {split: features(rows) for split, rows in self.evaluation.items()}
+        # The order changes no metric, and batches of one length are padded least.
+        scored = {
+            split: sorted(features(rows), key=lambda each: -len(each["input_ids"]))
+            for split, rows in self.evaluation.items()
+        }
         return Encoded(features(self.train), scored, DataCollatorWithPadding(tokenizer))
 
     def measure(self, order: Sequence[int]) -> Measure:
@@ -131,20 +135,9 @@ class _Pictures(Dataset[dict[str, Any]]):
         return len(self.labels)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        pixels = torch.as_tensor(self.encode([self._picture(row)])).float()
+        pixels = torch.as_tensor(self.encode([read_picture(self.images, row)])).float()
         check_pixels(pixels, self.config)
         return {"pixel_values": pixels[0], "labels": self.labels[row]}
-
-    def _picture(self, row: int) -> Any:
-        place = f"Row {row} of {self.images.name!r}:{self.images.split}"
-        try:
-            return as_image(self.images.rows[row][self.images.image], place)
-        except (OSError, SyntaxError, ValueError) as error:
-            if isinstance(error, CollabifyError):
-                raise
-            raise OptionError(
-                f"{place} cannot be read as an image ({first_line(error)}). Remove or replace it."
-            ) from error
 
 
 class ImageExamples(Examples):
@@ -234,9 +227,10 @@ def open_images(
         Where a label is hidden or out of range.
     """
     train, scored = load_images(source, split or TRAIN), load_images(source, eval_split)
-    if scored.split == train.split:
+    if _overlap(train.split, scored.split):
         raise OptionError(
-            f"image_data={source!r} would be scored on what it was trained on, {train.split!r}. "
+            f"image_data={source!r} would be scored on what it was trained on, {train.split!r}"
+            f"{'' if train.split == scored.split else f' and {scored.split!r}'}. "
             f"Name other splits or slices: --split '{TRAIN}[:80%]' --eval-split '{TRAIN}[80%:]'"
         )
     train, scored = (replace(i, rows=sample(i.rows, limit, seed)) for i in (train, scored))
@@ -247,4 +241,16 @@ def open_images(
         train=train,
         evaluation={scored.split.partition("[")[0]: scored},
         labels=train.names,
+    )
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether two splits are one, or one is a slice of the other; two slices are as they were cut.
+
+    A split may be a sum of others, ``train+validation[:50%]``.
+    """
+    return any(
+        a == b or (a.partition("[")[0] == b.partition("[")[0] and not ("[" in a and "[" in b))
+        for a in one.split("+")
+        for b in other.split("+")
     )

@@ -16,7 +16,6 @@ from collabify.storage import (
     Source,
     check_not_source,
     output_folder,
-    read_record,
     save,
 )
 from collabify.training_record import FinetuneReport
@@ -83,10 +82,15 @@ def open_work(work: Path, run: dict[str, Any], *, resume: bool) -> Path | None:
 
 
 def write(
-    model: Any, source: Source, target: Path, report: FinetuneReport, *, overwrite: bool
+    model: Any,
+    source: Source,
+    record: dict[str, Any],
+    target: Path,
+    report: FinetuneReport,
+    *,
+    overwrite: bool,
 ) -> None:
-    """The model, its companions, and the record beside those of before."""
-    record = read_record(source)
+    """The model, its companions, and the report beside the source's own record."""
     with output_folder(target, overwrite=overwrite) as folder:
         save(model, folder, source=source)
         told = json.loads(report.to_json())

@@ -9,7 +9,7 @@ from typing import Any
 import transformers
 from torch import nn
 
-from collabify.data.base import Kind, model_kind
+from collabify.data.base import Kind, fixed_size, model_kind
 from collabify.data.labels import (
     check_named,
     generic,
@@ -212,25 +212,31 @@ def choose_trained(headed: Headed, only: str) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def load_teacher(name: str, student: Headed, kind: Kind, labels: Sequence[str] | None) -> Any:
-    """A fine-tuned model whose outputs mean what the student's mean.
+def load_teacher(
+    name: str,
+    student: Headed,
+    kind: Kind,
+    labels: Sequence[str] | None,
+    *,
+    hidden_states: bool = False,
+) -> Any:
+    """A fine-tuned model whose outputs (and hidden states) mean what the student's mean.
 
     Raises
     ------
     LabelError
         Where it has no head, or one of other labels or of another order.
     CheckpointError
-        Where it reads other inputs than the student.
+        Where it reads other inputs than the student, or has hidden states of another shape.
     """
     source, config = find(name)
     ours = student.model.config
-    for reads in ("model_type", "vocab_size", "num_channels"):
-        old, new = getattr(config, reads, None), getattr(ours, reads, None)
-        if old != new:
-            raise CheckpointError(
-                f"{reads}={old!r} of the teacher {name!r} must be {new!r}: it reads what the "
-                "student reads. Change --teacher."
-            )
+    size = ("image_size",) if kind == "image" and fixed_size(ours) else ()
+    for reads in ("model_type", "vocab_size", "num_channels", *size):
+        _check_same(reads, name, config, ours, "it reads what the student reads. Change --teacher.")
+    for shape in ("hidden_size", "num_hidden_layers", "patch_size") if hidden_states else ():
+        way_out = "hidden states are compared. Change --teacher, or leave out --hidden-states."
+        _check_same(shape, name, config, ours, way_out)
     _check_outputs(name, config, ours, kind, labels)
     auto: Any = getattr(transformers, _CLASSES[kind])
     model, info = read(auto, source, config, dtype="float32")
@@ -240,6 +246,12 @@ def load_teacher(name: str, student: Headed, kind: Kind, labels: Sequence[str] |
             "Download or copy it again, or change --teacher."
         )
     return model.requires_grad_(False).eval()
+
+
+def _check_same(field: str, name: str, config: Any, ours: Any, why: str) -> None:
+    old, new = getattr(config, field, None), getattr(ours, field, None)
+    if old != new:
+        raise CheckpointError(f"{field}={old!r} of the teacher {name!r} must be {new!r}: {why}")
 
 
 def _check_outputs(

@@ -34,7 +34,7 @@ from collabify.finetuning.trainer import (
     last_checkpoint,
 )
 from collabify.healing import is_main_process
-from collabify.storage import versions
+from collabify.storage import read_record, versions
 from collabify.training_record import FinetuneReport
 
 ALPHA, TEMPERATURE = 0.5, 2.0  # where there is a teacher and nothing else is said
@@ -155,6 +155,7 @@ def finetune(
     check_output(target, model, work, resume=resume, overwrite=overwrite)
     arguments = trainer_arguments(work, options, device, report_to)
     source, config = open_model(model, kind)
+    record = read_record(source)  # a damaged one is found before anything takes time
     if kind == "text":
         examples = open_task(str(task), data, limit, seed)
     else:
@@ -198,7 +199,7 @@ def finetune(
         versions=versions(),
     )
     if is_main_process():
-        write(headed.model, source, target, report, overwrite=overwrite)
+        write(headed.model, source, record, target, report, overwrite=overwrite)
         shutil.rmtree(work, ignore_errors=True)
     return report
 
@@ -235,7 +236,7 @@ def _teacher(
     if name is None:
         return None
     return Teacher(
-        load_teacher(name, headed, kind, examples.labels),
+        load_teacher(name, headed, kind, examples.labels, hidden_states=options.hidden_states),
         ALPHA if options.alpha is None else options.alpha,
         TEMPERATURE if options.temperature is None else options.temperature,
         options.hidden_states,

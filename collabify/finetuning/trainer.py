@@ -27,6 +27,7 @@ from collabify.errors import NonFiniteError, OutputError, first_line
 from collabify.healing import relative, squares
 
 Progress = Callable[[str, int, int, str], None]
+_NOT_SCORED = ("hidden_states", "attentions", "past_key_values")
 COMPLETE = "complete"  # the file that a whole checkpoint has
 
 
@@ -130,6 +131,13 @@ class Training(Trainer):
                 f"--learning-rate ({self.args.learning_rate:g}), or look at the data of that step."
             )
         return loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        """Loss, logits and labels, also of models whose config asks for more outputs."""
+        ignored = [*(ignore_keys or ()), *_NOT_SCORED]
+        return super().prediction_step(model, inputs, loss_only, ignored)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Write a checkpoint whole or not at all, so that those before it stay of use."""
