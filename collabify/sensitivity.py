@@ -53,7 +53,10 @@ def sensitivities(
         cut = shadow(model)
         lost = _cut(find_attention(cut)[site.index], spaces[site.index])
         moved = _states(cut, probes)
-        distance = sum(float((h - g).square().sum()) for h, g in zip(reference, moved, strict=True))
+        distance = sum(
+            float((h.double() - g.double()).square().sum())
+            for h, g in zip(reference, moved, strict=True)
+        )
         found.append(distance / lost if lost > 0 else 0.0)
         if progress is not None:
             progress(done)
