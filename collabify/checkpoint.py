@@ -12,7 +12,7 @@ Importing this module registers the plug-in. ``import collabify`` sees to it, wh
 itself is still being imported, so what needs models is imported where it is used.
 """
 
-from typing import Any, cast
+from typing import Any
 
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -61,7 +61,6 @@ class CollabifyQuantizer(HfQuantizer):
         CheckpointError
             Where the checkpoint lacks a factor: transformers would make one up.
         """
-        from collabify.attention import SharedAttention
         from collabify.models import find_attention
 
         sites = find_attention(model)
@@ -72,7 +71,6 @@ class CollabifyQuantizer(HfQuantizer):
                         f"'{sites[layer.index].name}.{name}' is not in the checkpoint, or not in "
                         "the shape that its config.json gives. Download or copy both again."
                     )
-            cast(SharedAttention, sites[layer.index].module).prepare()
         model.config.quantization_config = self.quantization_config.to_dict()
         for name in ("hf_quantizer", "quantization_method", "is_quantized"):
             model.__dict__.pop(name, None)

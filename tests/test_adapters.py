@@ -60,7 +60,7 @@ def mixing_of(module: Any) -> Tensor:
         return module.mixing
     whole = torch.zeros(HEADS, LOW_RANK, dtype=module.mixing.dtype)
     for h, kept in enumerate(module.channels.tolist()):
-        for n, r in enumerate(kept):
+        for n, r in enumerate(kept[: module.mixing.shape[1]]):
             whole[h, r] = module.mixing[h, n]
     return whole
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from tiny_models import HEAD_DIM, HEADS, TINY
 
 from collabify import convert, find_attention
@@ -60,7 +61,7 @@ def test_a_dry_run_looks_at_the_calibration_source(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("dk", "kept"), [(7, 3), (HEADS * HEAD_DIM - 1, HEAD_DIM)])
 def test_loaded_channels_are_the_ones_that_are_read(dk: int, kept: int) -> None:
-    """What is derived from the channels follows ``load_state_dict``, copies, dtypes and pickles."""
+    """Other weights, whichever way they come, are read by their own channels."""
     models = [TINY["bert"].build() for _ in range(2)]
     for seed, model in enumerate(models):
         for p in model.parameters():
@@ -69,8 +70,11 @@ def test_loaded_channels_are_the_ones_that_are_read(dk: int, kept: int) -> None:
     one, other = models
     channels = [find_attention(model)[0].module.channels for model in models]
     assert not torch.equal(*channels)
-    other.load_state_dict(one.state_dict())
     batch = {"input_ids": torch.tensor([[1, 2, 3, 4, 5]])}
+    with torch.no_grad():
+        called = torch.func.functional_call(other, one.state_dict(), kwargs=batch)
+        assert torch.equal(called.last_hidden_state, one(**batch).last_hidden_state)
+    other.load_state_dict(one.state_dict(), assign=True)
     with torch.no_grad():
         for model in (other, copy.deepcopy(one), copy.deepcopy(one).double().to(one.dtype)):
             assert torch.equal(*(m(**batch).last_hidden_state for m in (model, one)))
@@ -123,3 +127,23 @@ def test_sequential_calibrates_each_layer_on_the_converted_ones_before_it() -> N
     assert plain.layers[1].calibrated_error != report.layers[1].calibrated_error
     with pytest.raises(OptionError, match="sequential needs data"):
         convert(half, dk=4, calibration="none", sequential=True)
+
+
+PARTS = ("embeddings", "encoder.layer.0", "encoder.layer.1", "pooler")
+
+
+@pytest.mark.parametrize("offloaded", [PARTS, ("encoder.layer.1",)])
+def test_a_converted_model_is_loaded_from_disk_as_it_runs(
+    tmp_path: Path, offloaded: tuple[str, ...]
+) -> None:
+    model = TINY["bert"].build()
+    convert(model, dk=7, channels=3, calibration="none", iterations=2)
+    model.save_pretrained(tmp_path / "model")
+    places = {part: "disk" if part in offloaded else "cpu" for part in PARTS}
+    loaded = transformers.AutoModel.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=str(tmp_path / "weights")
+    )
+    batch = {"input_ids": torch.tensor([[1, 2, 3, 4, 5]])}
+    with torch.no_grad():
+        found = loaded(**batch).last_hidden_state
+        assert torch.equal(found, model.eval()(**batch).last_hidden_state)

@@ -77,9 +77,6 @@ class SharedAttention(nn.Module):
     def set_factors(self, factors: Factors) -> None:
         """Take the method's own parameters, all but the shared projections."""
 
-    def prepare(self) -> None:
-        """Derive what ``forward`` reads besides the parameters; called when indices are new."""
-
     @abstractmethod
     def scores(
         self, q: Float[Tensor, "b t r"], k: Float[Tensor, "b s m"]
@@ -184,17 +181,10 @@ def rewrite(
     ):
         setattr(shared, name, _linear(weight))
     shared.set_factors(factors)
-    shared.prepare()
-    shared.register_load_state_dict_post_hook(_prepare)  # type: ignore[no-untyped-call]
     if not old.requires_grad:
         for parameter in (*shared.parameters(recurse=False), *_projections(shared)):
             parameter.requires_grad_(False)
     return shared.train(module.training)
-
-
-def _prepare(shared: nn.Module, _: Any) -> None:
-    """What torch calls after ``load_state_dict``."""
-    cast(SharedAttention, shared).prepare()
 
 
 def _projections(shared: SharedAttention) -> list[Tensor]:

@@ -25,15 +25,13 @@ from collabify.decompose.factors import CPFactors, Factors
 class CollaborativeAttention(SharedAttention):
     """Shared query and key projections and the heads' weights of their channels.
 
-    ``mixing`` is ``[h, r]``, or ``[h, k]`` beside the buffer ``channels``, ``[h, k]``; one-hot for
-    a head-SVD.
+    ``mixing`` is ``[h, r]``, or ``[h, k]`` beside the buffer ``channels``, ``[h, w]``: the row of
+    the shared key that every column of a head reads. The first k are the channels that it keeps,
+    the others its content bias. One-hot for a head-SVD.
     """
 
     mixing: nn.Parameter
     channels: Tensor | None
-    read_query: Tensor
-    read_key: Tensor
-    one: Tensor
 
     @classmethod
     def _form(cls) -> type[SharedAttention]:
@@ -45,26 +43,12 @@ class CollaborativeAttention(SharedAttention):
             raise TypeError(f"{type(factors).__name__} is not CPFactors.")
         self.mixing = nn.Parameter(factors.mixing.contiguous())
         self.register_buffer("channels", factors.channels)
-
-    def prepare(self) -> None:
-        """Which channel every column reads, and what the queries add to it.
-
-        Derived from ``channels``, so not saved; made once, because on one short sequence the small
-        operations cost as much as the large ones.
-        """
-        if self.channels is None:
-            return
-        heads, kept = self.channels.shape
-        rank = getattr(self, self.layout.query).out_features
-        width = max(kept + 1, self.value_width(heads))
-        own = torch.arange(rank, rank + heads, device=self.channels.device)
-        read = torch.cat([self.channels, own[:, None].expand(-1, width - kept)], dim=1).flatten()
-        one = self.mixing.new_zeros(heads, width)
-        one[:, kept] = 1
-        # The columns of query beside the kept channels have no weight: any channel will do there.
-        self.register_buffer("read_query", read.clamp(max=rank - 1), persistent=False)
-        self.register_buffer("read_key", read, persistent=False)
-        self.register_buffer("one", one.flatten(), persistent=False)
+        if factors.channels is not None:
+            heads, kept = factors.channels.shape
+            rank = len(factors.query)
+            width = max(kept + 1, self.value_width(heads))
+            own = torch.arange(rank, rank + heads, device=factors.channels.device)[:, None]
+            self.channels = torch.cat([factors.channels, own.expand(-1, width - kept)], dim=1)
 
     def scores(
         self, q: Float[Tensor, "b t r"], k: Float[Tensor, "b s m"]
@@ -72,13 +56,15 @@ class CollaborativeAttention(SharedAttention):
         """Every head's own channels, or all of them, and its content bias."""
         if self.channels is None:
             return self._dense_scores(q, k)
-        heads, width = len(self.mixing), len(self.one) // len(self.mixing)
-        weights = nn.functional.pad(self.mixing, (0, width - self.mixing.shape[1])).flatten()
-        query = torch.addcmul(self.one, _gather(q, self.read_query), weights)
+        (heads, width), kept = self.channels.shape, self.mixing.shape[1]
+        read = self.channels.flatten()
+        weights = nn.functional.pad(self.mixing, (0, width - kept)).flatten()
+        # Columns beside the kept channels have no weight in the query: any channel will do there.
+        query = _gather(q, read.clamp(max=q.shape[-1] - 1)) * weights
         query, key = (
-            x.view(*x.shape[:-1], heads, width).transpose(1, 2)
-            for x in (query, _gather(k, self.read_key))
+            x.view(*x.shape[:-1], heads, width).transpose(1, 2) for x in (query, _gather(k, read))
         )
+        query[..., kept] = 1
         return query, key
 
     def _dense_scores(
