@@ -197,7 +197,7 @@ def evaluate(model: nn.Module, batch: Mapping[str, Any], **options: Any) -> Any:
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        return model(**batch, **options)
+        return model(**batch, return_dict=True, **options)
     finally:
         for module, training in modes.items():
             module.training = training

@@ -5,7 +5,6 @@
 :func:`analyze` says how much there is to share; :func:`convert` shares it, in place.
 """
 
-import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
@@ -15,13 +14,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from collabify.calibration import Moments, Whitening, collect_moments
-from collabify.config import ConversionConfig, LayerConfig
+from collabify.config import LayerConfig
 from collabify.data import CalibrationData, load_calibration
 from collabify.decompose import Decomposition, Factors, fit_cp, fit_head_svd, fit_tucker
 from collabify.drift import base_model, measure_drift, shadow
 from collabify.errors import OptionError
 from collabify.forms import HeadForms
 from collabify.healing import heal as heal_model
+from collabify.installing import install, undone_on_failure
 from collabify.models import AttentionSite, find_attention
 from collabify.planning import Method, Request, Solver, check_finite, count, select
 from collabify.results import (
@@ -66,7 +66,8 @@ def convert(
 ) -> ConversionReport:
     """Rewrite a model's attention so that heads share query and key projections, in place.
 
-    Everything is validated and decomposed before the first layer is touched.
+    Everything is validated and decomposed before the first layer is touched, and whatever fails
+    afterwards leaves the model as it was.
 
     Parameters
     ----------
@@ -76,8 +77,8 @@ def convert(
         Shared channels of queries and keys, D̃k, between 1 and the number of heads times their
         width; exact at the latter.
     kept
-        Instead of ``dk``: share of the query-key parameters to keep, in (0, 1]; ranks are chosen
-        across layers.
+        Instead of ``dk``: share of the converted layers' query-key parameters to keep, in (0, 1];
+        ranks are chosen across layers, with data by how much each layer's logits matter.
     error
         Instead of ``dk``: relative error allowed over all layers, in (0, 1), as a head-SVD would
         make it; ranks are chosen across layers.
@@ -131,7 +132,7 @@ def convert(
     Raises
     ------
     CollabifyError
-        Of the kind that says what is wrong, before the model is touched.
+        Of the kind that says what is wrong; the model is then what it was.
 
     Examples
     --------
@@ -153,7 +154,13 @@ def convert(
     heads = {site.index: _whitened(site, spaces, device) for site in sites} if dk is None else None
     weights = None
     if kept is not None and data is not None:
-        weights = sensitivities(model, sites, spaces, data.batches)
+        weights = sensitivities(
+            model,
+            sites,
+            spaces,
+            data.batches,
+            None if progress is None else lambda n: progress("Weighing", n, len(sites), ""),
+        )
     plan = request.plan(sites, heads, weights)
 
     counts = count(model, sites, plan)
@@ -177,14 +184,15 @@ def convert(
     drift = healing = None
     if not dry_run:
         original = shadow(model)
-        _install(model, found, plan)
-        if data is not None and data.held_out:
-            drift = measure_drift(original, model, data.held_out)
-        if heal is not None:
-            healing = heal_model(
-                model, original, calibration=data, steps=heal, seed=seed, progress=progress
-            )
-            drift = healing.drift_after
+        with undone_on_failure(model, sites):
+            install(model, found, plan)
+            if data is not None and data.held_out:
+                drift = measure_drift(original, model, data.held_out)
+            if heal is not None:
+                healing = heal_model(
+                    model, original, calibration=data, steps=heal, seed=seed, progress=progress
+                )
+                drift = healing.drift_after
     given = calibration if isinstance(calibration, str | None) else type(calibration).__name__
     options: dict[str, Any]
     options = {"dk": dk, "kept": kept, "error": error, "head_rank": head_rank, "heal": heal}
@@ -276,27 +284,6 @@ def _decompose(forms: HeadForms, layer: LayerConfig, request: Request, seed: int
     if request.method == "tucker":
         return fit_tucker(forms, layer.rank, head_rank=layer.head_rank, **stop)
     return fit_head_svd(forms, layer.rank, channels=layer.channels)
-
-
-def _install(
-    model: nn.Module,
-    found: Sequence[tuple[AttentionSite, Factors, Tensor]],
-    plan: ConversionConfig,
-) -> None:
-    """Rewrite the layers, and the record of it."""
-    for site, factors, content in found:
-        site.install(factors, content)
-    _own_config(model).quantization_config = plan.to_dict()
-
-
-def _own_config(model: nn.Module) -> Any:
-    """The model's configuration, after making it a copy: models may share theirs with others."""
-    shared = cast(Any, model).config
-    own = copy.deepcopy(shared)
-    for module in model.modules():
-        if getattr(module, "config", None) is shared:
-            cast(Any, module).config = own
-    return own
 
 
 def analyze(

@@ -126,6 +126,12 @@ class Request:
         """
         if self.dk is not None:
             self.plan(sites)
+        if self.error is not None and (self.head_rank is not None or self._tensorly):
+            raise OptionError(
+                f"error={self.error} goes with our solver and without head_rank only: ranks are "
+                "chosen by what a head-SVD would err, which those need not reach. "
+                "Use --dk, or leave out --head-rank and --solver."
+            )
         if self.kept is None:
             return
         if self.method == "tucker":
@@ -235,17 +241,17 @@ class Request:
         (``benchmarks/quality/budget.py``). An error allowed is one of logits.
         """
         channels = self.channels if isinstance(self.channels, int) else None
-        strengths, unreachable = [], 0.0
-        for site, heads in zip(sites, forms, strict=True):
-            values, beyond = pooled_strengths(head_triplets(heads)[0], heads.scale, channels)
-            strengths.append(values[: self._reach(site)])
-            unreachable += beyond
+        few = self.error is not None and self.channels is None and self.method != "tucker"
+        strengths, unreachable = _strengths(sites, forms, channels, few=few)
+        if few and not self._within(strengths, unreachable):
+            strengths, unreachable = _strengths(sites, forms, None)  # only whole heads will do
+        strengths = [s[: self._reach(site)] for s, site in zip(strengths, sites, strict=True)]
         if self.error is None:
             roots = [sensitivity**0.5 for sensitivity in sensitivities]
             weighted = [root * s for root, s in zip(roots, strengths, strict=True)]
             return self._choose_within(sites, weighted)
-        least = (unreachable / (unreachable + sum(float(s.sum()) for s in strengths))) ** 0.5
-        if least > self.error:
+        if not self._within(strengths, unreachable):
+            least = (unreachable / (unreachable + sum(float(s.sum()) for s in strengths))) ** 0.5
             raise RankError(
                 f"error={self.error} must be at least {least:.3f} with channels={channels}: the "
                 "heads need more than they may keep. Raise --channels or --error."
@@ -253,6 +259,11 @@ class Request:
         return ranks_for_error(
             strengths, self.error, multiple=self.multiple, unreachable=unreachable
         )
+
+    def _within(self, strengths: Sequence[Tensor], unreachable: float) -> bool:
+        """Whether what no rank keeps is less than the error allowed, if there is one."""
+        whole = unreachable + sum(float(s.sum()) for s in strengths)
+        return self.error is None or unreachable <= self.error**2 * whole
 
     def _choose_within(
         self, sites: Sequence[AttentionSite], strengths: Sequence[Tensor]
@@ -279,6 +290,26 @@ class Request:
             site.empty_factors(self._layer(site, rank)).num_parameters + site.num_heads * site.width
             for site, rank in zip(sites, ranks, strict=True)
         )
+
+
+def _strengths(
+    sites: Sequence[AttentionSite],
+    forms: Sequence[HeadForms],
+    channels: int | None,
+    *,
+    few: bool = False,
+) -> tuple[list[Tensor], float]:
+    """Strengths of the triplets that heads of so many channels can keep, and of all others.
+
+    With ``few``, a head keeps one less than it is wide.
+    """
+    found = [
+        pooled_strengths(
+            head_triplets(heads)[0], heads.scale, site.head_dim - 1 if few else channels
+        )
+        for site, heads in zip(sites, forms, strict=True)
+    ]
+    return [values for values, _ in found], sum(beyond for _, beyond in found)
 
 
 def select(

@@ -2,13 +2,15 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from tiny_models import HEAD_DIM, HEADS, TINY
+from tolerances import TOLERANCES
 
-from collabify import convert, find_attention
+from collabify import convert, find_attention, heal
 from collabify.conversion import share, whitenings
 from collabify.data import load_calibration
 from collabify.drift import measure_drift
@@ -147,3 +149,93 @@ def test_a_converted_model_is_loaded_from_disk_as_it_runs(
     with torch.no_grad():
         found = loaded(**batch).last_hidden_state
         assert torch.equal(found, model.eval()(**batch).last_hidden_state)
+
+
+@pytest.mark.parametrize("name", ["bert", "albert", "vit"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_what_fails_late_leaves_the_model_as_it_was(
+    name: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = TINY[name].build()
+    data = load_calibration("synthetic", model.config, samples=16, max_length=11)
+    before = dict(model.named_parameters()), model.config, [type(m) for m in model.modules()]
+
+    def fail(*_: Any) -> None:
+        assert all(site.converted for site in find_attention(model))
+        raise error
+
+    monkeypatch.setattr("collabify.conversion.measure_drift", fail)
+    with pytest.raises(error):
+        convert(model, dk=5, calibration=data)
+    parameters, config, types = before
+    after = dict(model.named_parameters())
+    assert after.keys() == parameters.keys()
+    assert all(after[key] is parameters[key] for key in parameters)
+    assert model.config is config
+    assert [type(m) for m in model.modules()] == types
+    assert not hasattr(find_attention(model)[0].module, "mixing")
+    monkeypatch.undo()
+    convert(model, dk=5, calibration=data)
+
+
+def test_a_config_that_asks_for_tuples_is_converted() -> None:
+    model = TINY["bert"].build()
+    model.config.return_dict = False
+    report = convert(model, kept=0.7, samples=32, max_length=11, multiple=1)
+    assert report.drift is not None
+
+
+def test_gradients_of_a_half_precision_model_survive_healing() -> None:
+    model, original = (TINY["bert"].build().bfloat16() for _ in range(2))
+    convert(model, dk=5, samples=16, max_length=11)
+    batch = {"input_ids": torch.tensor([[1, 2, 3, 4, 5]])}
+    model.train()(**batch).last_hidden_state.square().sum().backward()
+    gradients = {
+        name: (p.grad, p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None
+    }
+    with torch.no_grad():
+        heal(model, original, samples=16, max_length=11, steps=2)
+    assert model.training
+    assert len(gradients) > 5
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert parameter.requires_grad
+        if name in gradients:
+            assert parameter.grad is gradients[name][0]
+            assert torch.equal(parameter.grad, gradients[name][1])
+    assert model(**batch).last_hidden_state.dtype == torch.bfloat16
+
+
+def test_sensitivities_do_not_depend_on_half_precision() -> None:
+    """Squares of what a large model's states differ by do not fit into float16."""
+    model = TINY["bert"].build()
+    model.encoder.layer[1].output.LayerNorm.weight.data *= 3e3
+    found = []
+    for dtype in (torch.float32, torch.float16):
+        again = copy.deepcopy(model).to(dtype)
+        data = load_calibration("synthetic", again.config, samples=32, max_length=11)
+        spaces = whitenings(again, find_attention(again), data, None)
+        found.append(sensitivities(again, find_attention(again), spaces, data.batches))
+    assert found[1] == pytest.approx(found[0], rel=0.2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "tucker", "head_rank": 1},
+        {"solver": "tensorly"},
+        {"method": "tucker", "solver": "tensorly"},
+    ],
+)
+def test_an_error_that_cannot_be_promised_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=r"error=0\.1 goes with our solver and without head_rank"):
+        convert(TINY["bert"].build(), error=0.1, calibration="none", **options)
+
+
+@pytest.mark.parametrize("method", ["cp", "head-svd", "tucker"])
+@pytest.mark.parametrize("error", [0.02, 0.1, 0.3, 0.5])
+def test_the_error_allowed_is_never_exceeded(method: Any, error: float) -> None:
+    options = {"calibration": "none", "multiple": 1, "iterations": 5}
+    report = convert(TINY["bert"].build(), error=error, method=method, **options)
+    assert report.error is not None
+    assert report.error <= error + TOLERANCES["gram"]

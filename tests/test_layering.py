@@ -59,6 +59,7 @@ LEVELS = {
     "storage.loading": 6.1,
     "storage.writing": 6.1,
     "storage": 6.2,
+    "installing": 6,
     "sensitivity": 6,
     "conversion": 8,
     "healing.borrowing": 7.0,

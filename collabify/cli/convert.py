@@ -107,7 +107,8 @@ def convert(
     heal: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Steps of healing afterwards, on the calibration data. (default: 0)"
+            metavar="N",
+            help="Steps of healing afterwards, on the same data. (default: none)",
         ),
     ] = None,
     dtype: Annotated[
@@ -201,12 +202,15 @@ def _print(report: "ConversionReport", out: Path | None, calibration: str) -> No
         typer.echo(f"Calibrated on {report.calibration}.")
     if report.error is not None:
         typer.echo(f"Error over all layers together: {report.error:.4f}.")
-    if report.healing is not None:
-        before = report.healing.drift_before.hidden_cosine
+    healing = report.healing
+    if healing is not None and healing.kept:
+        before = healing.drift_before.hidden_cosine
         typer.echo(
-            f"Healed on the same data for {report.healing.steps} steps: held-out hidden states "
-            f"agreed to {before:.4f} before."
+            f"Healed on the same data for {healing.steps} steps: held-out hidden states agreed to "
+            f"{before:.4f} before."
         )
+    elif healing is not None:
+        typer.echo(f"Healing for {healing.steps} steps won nothing on held-out samples.")
     if report.drift is not None:
         typer.echo(
             f"On held-out samples: hidden states agree to {report.drift.hidden_cosine:.4f} "

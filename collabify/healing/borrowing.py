@@ -71,6 +71,8 @@ def borrowed(
     buffers = [(module, dict(module._buffers), module.training) for module in modules]
     dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
     try:
+        for parameter in parameters:
+            parameter.grad = None  # it would be cast along, in place
         for each in models:
             each.to(device=device, dtype=dtype).requires_grad_(False).eval()
         for parameter in trained:

@@ -68,7 +68,8 @@ def train(
     try:
         judge()  # the start, or a step after which a run was interrupted
         for batch in on_device(_batches(run, data.batches, accelerator), student):
-            loss = batch_loss(wrapped, teacher, batch)
+            with torch.enable_grad():  # whatever the caller set
+                loss = batch_loss(wrapped, teacher, batch)
             seen = float(cast(Tensor, accelerator.reduce(loss.detach(), "mean")))
             _check_loss(seen, run, store)
             _step(run, loss, stepped, accelerator)
@@ -121,7 +122,8 @@ def _step(run: Run, loss: Tensor, stepped: Sequence[Any], accelerator: Accelerat
     """One step of optimizer and scheduler."""
     optimizer, scheduler = stepped
     optimizer.zero_grad()
-    accelerator.backward(loss)
+    with torch.enable_grad():  # accelerate divides the loss first
+        accelerator.backward(loss)
     run.torn = True
     optimizer.step()
     scheduler.step()
