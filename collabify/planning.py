@@ -16,6 +16,7 @@ from collabify.errors import (
     NonFiniteError,
     OptionError,
     RankError,
+    UnsupportedModelError,
 )
 from collabify.forms import HeadForms
 from collabify.models import AttentionSite, find_attention
@@ -320,6 +321,9 @@ def select(
     Raises
     ------
     LayerError, AlreadyConvertedError
+        Where a layer is not there, or has a shared form.
+    UnsupportedModelError
+        Where accelerate has placed the model's parts.
     """
     for index in layers or ():
         if not 0 <= index < len(sites):
@@ -331,6 +335,11 @@ def select(
     if not chosen:
         raise LayerError(f"layers={layers!r} must name at least one layer. Leave it out for all.")
     for site in sites:
+        if hasattr(site.module, "_hf_hook") or site.query.weight.is_meta:
+            raise UnsupportedModelError(
+                f"{site.name!r} was placed by accelerate (device_map), whose hooks run the old "
+                "attention. Load the model on one device, convert it, save it, and place that."
+            )
         if site.converted:
             raise AlreadyConvertedError(
                 f"{site.name!r} was converted before. Take the original model instead."

@@ -4,6 +4,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -15,7 +16,7 @@ from collabify.conversion import share, whitenings
 from collabify.data import load_calibration
 from collabify.drift import measure_drift
 from collabify.drift import shadow as shadow_of
-from collabify.errors import OptionError
+from collabify.errors import OptionError, UnsupportedModelError
 from collabify.planning import Request
 from collabify.sensitivity import SMALLEST, sensitivities
 
@@ -239,3 +240,14 @@ def test_the_error_allowed_is_never_exceeded(method: Any, error: float) -> None:
     report = convert(TINY["bert"].build(), error=error, method=method, **options)
     assert report.error is not None
     assert report.error <= error + TOLERANCES["gram"]
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_a_model_that_accelerate_has_placed_is_refused(offloads: bool) -> None:
+    model = TINY["bert"].build()
+    if offloads:
+        accelerate.cpu_offload(model)
+    else:
+        accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    with pytest.raises(UnsupportedModelError, match="was placed by accelerate"):
+        convert(model, dk=5, calibration="none")

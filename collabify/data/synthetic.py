@@ -1,4 +1,4 @@
-r"""Input for when no data are at hand: Zipf's law for token ids, 1/f noise for images.
+r"""Input for when no data are at hand: Zipf's law for token ids, 1/f noise and leaves for images.
 
     p(id of rank n) = (1/n) / sum_m (1/m)              |FFT(image)|(f) ~ 1/f^alpha
 
