@@ -244,27 +244,21 @@ class Request:
         channels = self.channels if isinstance(self.channels, int) else None
         few = self.error is not None and self.channels is None and self.method != "tucker"
         strengths, unreachable = _strengths(sites, forms, channels, few=few)
-        if few and not self._within(strengths, unreachable):
-            strengths, unreachable = _strengths(sites, forms, None)  # only whole heads will do
         strengths = [s[: self._reach(site)] for s, site in zip(strengths, sites, strict=True)]
         if self.error is None:
             roots = [sensitivity**0.5 for sensitivity in sensitivities]
             weighted = [root * s for root, s in zip(roots, strengths, strict=True)]
             return self._choose_within(sites, weighted)
-        if not self._within(strengths, unreachable):
-            least = (unreachable / (unreachable + sum(float(s.sum()) for s in strengths))) ** 0.5
+        least = (unreachable / (unreachable + sum(float(s.sum()) for s in strengths))) ** 0.5
+        if least > self.error:
             raise RankError(
-                f"error={self.error} must be at least {least:.3f} with channels={channels}: the "
-                "heads need more than they may keep. Raise --channels or --error."
+                f"error={self.error} must be at least {least:.4f} where heads keep "
+                f"{channels or sites[0].head_dim - 1} channels. Raise --error, or --channels (at "
+                f"most {sites[0].head_dim}, or all)."
             )
         return ranks_for_error(
             strengths, self.error, multiple=self.multiple, unreachable=unreachable
         )
-
-    def _within(self, strengths: Sequence[Tensor], unreachable: float) -> bool:
-        """Whether what no rank keeps is less than the error allowed, if there is one."""
-        whole = unreachable + sum(float(s.sum()) for s in strengths)
-        return self.error is None or unreachable <= self.error**2 * whole
 
     def _choose_within(
         self, sites: Sequence[AttentionSite], strengths: Sequence[Tensor]
