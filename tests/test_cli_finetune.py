@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import AutoModelForSequenceClassification
 from typer.testing import CliRunner
 
 from collabify.cli.app import app
+from collabify.finetuning.trainer import last_checkpoint
 
 OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in FAST.items()]
 COMMAND = [sys.executable, "-m", "collabify", "finetune"]
@@ -134,8 +136,8 @@ def test_ctrl_c_says_how_to_go_on(tiny: tuple[str, str], tmp_path: Path) -> None
         [*COMMAND, *arguments], stderr=subprocess.PIPE, text=True, env=environment
     )
     work = tmp_path / ".out-finetuning"
-    while child.poll() is None and not list(work.glob("checkpoint-*/complete")):
-        pass
+    while child.poll() is None and last_checkpoint(work) is None:
+        time.sleep(0.01)
     child.send_signal(signal.SIGINT)
     _, said = child.communicate(timeout=120)
     assert child.returncode == 130, said

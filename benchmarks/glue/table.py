@@ -7,9 +7,10 @@ Writes table.json.
 Every task: MODEL is fine-tuned; that original is converted at D̃k = D, D/2, D/3 and D/6 (a) on the
 weights alone with all channels, the published method at the right scale, (b) calibrated on 256 of
 the task's training examples, (c) so and healed on 1024 of them. Rows 'again' fine-tune (a), (b) and
-(c) at the ranks of --again a second time. Models stay in DIR: what is there is not made again, so
-several tasks can be prepared at once (--prepare), and a run that was stopped goes on. Scores are of
-the validation splits, with 95 % intervals of the difference to the original, paired by example.
+(c) at the ranks of --again a second time, for one epoch of --again-examples. Models stay in DIR:
+what is there is not made again, so several tasks can be prepared at once (--prepare), and a run
+that was stopped goes on. Scores are of the validation splits, with 95 % intervals of the difference
+to the original, paired by example.
 """
 
 import argparse
@@ -68,10 +69,14 @@ def prepare(given: argparse.Namespace, task: str) -> None:
             out = given.work / task / f"{way} D{share}"
             if not out.is_dir():
                 convert(original, out, width // share, way, ready, given.steps)
-            again = given.work / task / f"{way} D{share} again"
-            if share in given.again and not again.is_dir():
-                collabify.finetune(str(out), out=again, **common | {"epochs": 1})
             print(task, share, way, flush=True)
+    second = common | {"epochs": 1, "limit": given.again_examples}
+    for share in given.again:
+        for way in WAYS if share > 1 else ("b calibrated",):
+            out = given.work / task / f"{way} D{share} again"
+            if not out.is_dir():
+                collabify.finetune(str(given.work / task / f"{way} D{share}"), out=out, **second)
+            print(task, share, way, "again", flush=True)
 
 
 def evaluate(given: argparse.Namespace) -> list[dict[str, Any]]:
@@ -109,6 +114,7 @@ def main() -> None:
     parser.add_argument("--task", nargs="+", default=["cola", "sst2", "mrpc", "stsb", "rte"])
     parser.add_argument("--share", type=int, nargs="+", default=[1, 2, 3, 6])
     parser.add_argument("--again", type=int, nargs="*", default=[2, 3, 6])
+    parser.add_argument("--again-examples", type=int, default=2000, metavar="N", help="at most")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--learning-rate", type=float, default=5e-5)
     parser.add_argument("--steps", type=int, default=100, help="of healing")
@@ -119,7 +125,8 @@ def main() -> None:
         prepare(given, task)
     if given.prepare:
         return
-    options = {"epochs": given.epochs, "learning_rate": given.learning_rate, "steps": given.steps}
+    names = ("epochs", "learning_rate", "steps", "again_examples")
+    options = {name: getattr(given, name) for name in names} | {"limits": SAMPLES}
     result = {"model": Path(given.model).name, "versions": versions(), "options": options}
     result["rows"] = evaluate(given)
     out = Path(__file__).parent / "table.json"

@@ -1,9 +1,10 @@
 """One rank for all layers beside ranks chosen across layers, at equal query-key parameters.
 
-    python benchmarks/quality/budget.py --glue FOLDER NAME=MODEL ...              writes budget.json
+    python benchmarks/quality/budget.py --glue FOLDER NAME=MODEL ...
 
-NAME is minilm-l6, bert-rxn or dinov2-small (``tests/real_models.py`` makes the folders). Measured
-on input that was not calibrated on: drift of hidden states and attention from the original's.
+Writes budget.json; rows of models that are not named stay. NAME is minilm-l6, bert-rxn or
+dinov2-small (``tests/real_models.py`` makes the folders). Measured on input that was not calibrated
+on: drift of hidden states and attention from the original's.
 """
 
 import argparse
@@ -59,7 +60,10 @@ def main() -> None:
     arguments = parser.parse_args()
     quiet()
     torch.manual_seed(0)
-    rows: list[dict[str, Any]] = []
+    out = Path(__file__).parent / "budget.json"
+    there = json.loads(out.read_text())["rows"] if out.is_file() else []
+    asked = {pair.split("=", 1)[0] for pair in arguments.models}
+    rows: list[dict[str, Any]] = [row for row in there if row["model"] not in asked]
     for name, folder in (pair.split("=", 1) for pair in arguments.models):
         original, _ = load(folder)
         seen, held_out = batches(name, folder, arguments.glue)
@@ -88,7 +92,6 @@ def main() -> None:
                 rows.append(row)
                 print(json.dumps(row), flush=True)
         result = {"versions": versions(), "rows": rows}
-        out = Path(__file__).parent / "budget.json"
         out.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -167,8 +167,11 @@ def _distance(
 
 
 def last_checkpoint(work: Path) -> Path | None:
-    """The last whole checkpoint in a folder, or ``None``."""
-    found = [path.parent for path in work.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{COMPLETE}")]
+    """The last whole checkpoint in a folder, or ``None``; others may be writing there."""
+    try:
+        found = [path.parent for path in work.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{COMPLETE}")]
+    except FileNotFoundError:  # the folder went while it was read
+        return None
     return max(found, key=checkpoint_step, default=None)
 
 
