@@ -1,16 +1,6 @@
-"""CP by accelerated alternating least squares on the factored stack: collaborative attention.
+"""CP by alternating least squares on the factored stack: collaborative attention.
 
     minimise sum_h |w_q[h]^T w_k[h] - query^T diag(mixing[h]) key|^2
-
-Each factor in turn solves its normal equations. Their right-hand sides need only ``w_q query^T``
-and ``w_k key^T``:
-
-    query  (key key^T * mixing^T mixing) query = sum_h (mixing[h] * w_k[h] key^T)^T w_q[h]
-    mixing (query query^T * key key^T) mixing[h]^T = sum_d (w_q[h] query^T * w_k[h] key^T)[d]
-
-A step that is proximal by a rounding error's worth, ``+ lambda |new - old|^2``, keeps singular
-systems (dead or repeated channels) solvable. Sweeps are extrapolated with Nesterov's momentum; one
-that raises the error is dropped and the momentum starts again, so the error never rises.
 
 With ``channels``, a head mixes that many of the shared channels only: half of the sweeps are dense,
 then each head drops the channels that it misses least (:mod:`collabify.decompose.support`), and
@@ -24,26 +14,24 @@ float32 cannot see below 3e-3. Forms in float32 stay there.
 
 Axes: h head, d channel within a head, i query-side input, j key-side input, r shared rank,
 k channel that a head keeps.
-References: Kolda & Bader 2009, section 3.4; Cordonnier et al. 2020, section 4; Mitchell, Ye & De
-Sterck 2020, Nesterov acceleration of alternating least squares for CP.
+Reference: Cordonnier et al. 2020, section 4. The sweeps are those of :mod:`collabify.decompose.als`.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from collabify.decompose.factors import CPFactors, Decomposition, relative_error, rounding_floor
+from collabify.decompose.als import Search, balance_by, scales_of, solve
+from collabify.decompose.factors import CPFactors, Decomposition, rounding_floor
 from collabify.decompose.head_svd import fit_head_svd, head_triplets
 from collabify.decompose.support import eliminate
 from collabify.forms import HeadForms
 
-MOMENTUM = 0.95  # at most
 LAST = 0.1  # share of the sweeps that runs in float64
 TORN = 1.2  # more than this from dense sweeps to few channels, and other starts are tried
-WINDOW = 5  # sweeps over which the improvement is averaged
 
 
 def fit_cp(
@@ -105,11 +93,18 @@ def _descend(
     converged = False
     for dtype, kept, sweeps in _phases(forms.w_q.dtype, channels, iterations, dense=dense):
         left = iterations - len(errors) if sweeps is None else sweeps
-        search = _Search(forms.to(dtype), factors, kept)
+        narrow, factors = forms.to(dtype), cast(CPFactors, factors.to(dtype))
+        if kept is not None and factors.channels is None:
+            factors = eliminate(factors, narrow, kept)
+        whole = factors.head_mixing()
+        search = Search(narrow, factors.query, factors.key, whole, support=factors.channels)
         if sweeps is not None and factors.to(forms.w_q.dtype).relative_error(forms) <= search.floor:
             continue  # below what this dtype sees
         found, converged = search.run(left, tolerance)
-        factors, errors = search.best, errors + found
+        query, key, mixing, _ = search.state
+        if factors.channels is not None:
+            mixing = mixing.gather(1, factors.channels)
+        factors, errors = CPFactors(query, key, mixing, factors.channels), errors + found
     return Decomposition(factors, tuple(errors), converged)
 
 
@@ -135,7 +130,7 @@ def distinct_start(forms: HeadForms, rank: int) -> CPFactors:
     q, k = forms.w_q @ query.T, forms.w_k @ key.T
     matched = (q * k).sum(1)
     products = (query @ query.T) * (key @ key.T)
-    mixing = _solve(products, matched.T, torch.zeros_like(matched.T)).T
+    mixing = solve(products, matched.T, torch.zeros_like(matched.T)).T
     return balance(CPFactors(query, key, mixing))
 
 
@@ -169,130 +164,8 @@ def _phases(
         yield dtype, channels, None
 
 
-class _State(NamedTuple):
-    """Factors, and the products ``w_k key^T`` that the next sweep begins with."""
-
-    query: Tensor
-    key: Tensor
-    mixing: Tensor
-    k: Tensor
-
-
-class _Search:
-    """Factors on their way down."""
-
-    def __init__(self, forms: HeadForms, factors: CPFactors, channels: int | None) -> None:
-        self.heads, self.head_dim = forms.num_heads, forms.head_dim
-        self.w_q, self.w_k = forms.w_q.flatten(0, 1), forms.w_k.flatten(0, 1)
-        self.truth = forms.squared_norms().sum().double()
-        self.floor = rounding_floor(forms)
-        if channels is not None and factors.channels is None:
-            factors = eliminate(cast(CPFactors, factors.to(self.w_k.dtype)), forms, channels)
-        self.support = None if channels is None else factors.channels
-        query, key, mixing = (
-            part.to(self.w_k.dtype) for part in (factors.query, factors.key, factors.head_mixing())
-        )
-        self.state = _State(query, key, mixing, self.w_k @ key.T)
-
-    @property
-    def best(self) -> CPFactors:
-        """The factors of the lowest error so far."""
-        query, key, mixing, _ = self.state
-        if self.support is None:
-            return CPFactors(query, key, mixing)
-        return CPFactors(query, key, mixing.gather(1, self.support), self.support)
-
-    def run(self, sweeps: int, tolerance: float) -> tuple[list[float], bool]:
-        """Sweep until it no longer pays; the lowest error after each, and whether it stopped."""
-        errors: list[float] = []
-        point, streak = self.state, 0
-        for _ in range(sweeps):
-            new, error = self._sweep(*point)
-            if errors and error > errors[-1]:
-                point, streak, error = self.state, 0, errors[-1]
-            else:
-                weight = min(MOMENTUM, streak / (streak + 3))
-                pairs = zip(new, self.state, strict=True)
-                point = _State(*(now + weight * (now - before) for now, before in pairs))
-                self.state, streak = new, streak + 1
-            errors.append(error)
-            before = errors[-WINDOW - 1] if len(errors) > WINDOW else float("inf")
-            if before - error <= WINDOW * tolerance * error or error <= self.floor:
-                return errors, True
-        return errors, False
-
-    def _sweep(
-        self,
-        query: Float[Tensor, "r i"],
-        key: Float[Tensor, "r j"],
-        mixing: Float[Tensor, "h r"],
-        k: Float[Tensor, "hd r"],
-    ) -> tuple["_State", float]:
-        """One least-squares step for query, key and mixing each, and the error after them."""
-        per_channel = mixing.repeat_interleave(self.head_dim, dim=0)  # (h d) r
-        mixing_gram = mixing.T @ mixing
-        query = _solve((key @ key.T) * mixing_gram, (k * per_channel).T @ self.w_q, query)
-        q, query_gram = self.w_q @ query.T, query @ query.T
-        key = _solve(query_gram * mixing_gram, (q * per_channel).T @ self.w_k, key)
-        k, gram = self.w_k @ key.T, query_gram * (key @ key.T)
-        matched = (q * k).view(self.heads, self.head_dim, -1).sum(1)  # h r
-        mixing = self._mix(gram, matched, mixing)
-        inner = (matched.double() * mixing).sum()
-        error = relative_error(self.truth, inner, ((mixing @ gram).double() * mixing).sum())
-        scales = _scales(query, key, mixing)
-        query, key, mixing = balance_by(scales, query, key, mixing)
-        return _State(query, key, mixing, k * scales[1]), error
-
-    def _mix(
-        self, gram: Float[Tensor, "r r"], matched: Float[Tensor, "h r"], old: Float[Tensor, "h r"]
-    ) -> Float[Tensor, "h r"]:
-        """The mixing that fits best, on each head's own channels where it has some."""
-        if self.support is None:
-            return _solve(gram, matched.T, old.T).T
-        rows, columns = self.support[:, :, None], self.support[:, None, :]
-        target, own = (x.gather(1, self.support)[..., None] for x in (matched, old))
-        return torch.zeros_like(old).scatter(
-            1, self.support, _solve(gram[rows, columns], target, own)[..., 0]
-        )
-
-
-def _solve(
-    gram: Float[Tensor, "*h r r"], target: Float[Tensor, "*h r n"], old: Float[Tensor, "*h r n"]
-) -> Float[Tensor, "*h r n"]:
-    """The factor nearest to ``old``: ``(gram + lambda) new = target + lambda old``.
-
-    By the inverse, which is a third of the time of two triangular solves in float32.
-    """
-    size = gram.shape[-1]
-    floor = size * torch.finfo(gram.dtype).eps * gram.diagonal(dim1=-2, dim2=-1).max()
-    floored = gram + floor * torch.eye(size, dtype=gram.dtype, device=gram.device)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(floored))
-    return inverse @ (target + floor * old)
-
-
 def balance(factors: CPFactors) -> CPFactors:
     """The same stack, query and key channels equally long and mixing columns of length one."""
     query, key, mixing = factors.query, factors.key, factors.head_mixing()
-    query, key, mixing = balance_by(_scales(query, key, mixing), query, key, mixing)
+    query, key, mixing = balance_by(scales_of(query, key, mixing), query, key, mixing)
     return CPFactors(query, key, mixing)
-
-
-def _scales(
-    query: Float[Tensor, "r i"], key: Float[Tensor, "r j"], mixing: Float[Tensor, "h r"]
-) -> tuple[Float[Tensor, "r"], Float[Tensor, "r"], Float[Tensor, "r"]]:
-    """What each channel of query, key and mixing is multiplied by to be balanced."""
-    tiny = torch.finfo(query.dtype).tiny
-    lengths = query.norm(dim=1), key.norm(dim=1), mixing.norm(dim=0)
-    common = (lengths[0] * lengths[1] * lengths[2]).sqrt()
-    floored = [length.clamp(min=tiny) for length in lengths]
-    return common / floored[0], common / floored[1], 1 / floored[2]
-
-
-def balance_by(
-    scales: tuple[Tensor, Tensor, Tensor],
-    query: Float[Tensor, "r i"],
-    key: Float[Tensor, "r j"],
-    mixing: Float[Tensor, "h r"],
-) -> tuple[Float[Tensor, "r i"], Float[Tensor, "r j"], Float[Tensor, "h r"]]:
-    """Multiply every channel by its scales."""
-    return query * scales[0][:, None], key * scales[1][:, None], mixing * scales[2]

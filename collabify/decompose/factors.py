@@ -3,13 +3,15 @@
     CP      forms[h] ~ query^T diag(mixing[h]) key              ri,hr,rj -> hij
     Tucker  forms[h] ~ query^T core[h] key                      ri,hrc,cj -> hij
             core[h]  = sum_a mixing[h, a] core[a]               ha,arc -> hrc
+    blocks  forms[h] ~ sum_n mixing[h, n] query[n]^T key[n]     hn,ndi,ndj -> hij
 
 A CP may keep ``k`` of the ``r`` channels in each head: then ``mixing`` is ``[h, k]``, beside their
 indices. Norms, inner products and errors come from Gram matrices; no stack is built.
 
 Axes: h head, d channel within a head, i query-side input, j key-side input, r and c shared rank,
-a rank of the head mode, k channel that a head keeps.
-References: Kolda & Bader 2009; Cordonnier et al. 2020, section 4.
+a rank of the head mode, k channel that a head keeps, n base head.
+References: Kolda & Bader 2009; Cordonnier et al. 2020, section 4; Shazeer et al. 2020; De Lathauwer
+2008 (rank-(L, L, 1) block terms).
 """
 
 import math
@@ -200,6 +202,54 @@ class TuckerFactors(Factors):
         return torch.einsum(
             "btr,hrc,bsc->bhts", x @ self.query.T, self.head_cores(), y @ self.key.T
         )
+
+
+@dataclass(frozen=True, eq=False)
+class BlockFactors(Factors):
+    """Base heads that every head mixes: talking heads, or the heads themselves with a one-hot mix.
+
+    A CP whose mixing is the same within each of ``n`` blocks of channels.
+
+    Parameters
+    ----------
+    query, key
+        Projections of the base heads, one after the other, ``[r, i]`` and ``[r, j]``; ``r`` is a
+        multiple of ``n``.
+    mixing
+        Weight of every base head in every head, ``[h, n]``: the logits projection, P_l.
+    """
+
+    query: Float[Tensor, "r i"]
+    key: Float[Tensor, "r j"]
+    mixing: Float[Tensor, "h n"]
+
+    @property
+    def as_cp(self) -> CPFactors:
+        """The same stack with a weight for every channel."""
+        width = len(self.query) // self.mixing.shape[1]
+        return CPFactors(self.query, self.key, self.mixing.repeat_interleave(width, dim=1))
+
+    def dense(self) -> Float[Tensor, "h i j"]:
+        """``hn,ndi,ndj -> hij``."""
+        return self.as_cp.dense()
+
+    def squared_norm(self) -> Float[Tensor, ""]:
+        """As of a CP."""
+        return self.as_cp.squared_norm()
+
+    def inner(self, forms: HeadForms) -> Float[Tensor, ""]:
+        """As of a CP."""
+        return self.as_cp.inner(forms)
+
+    def key_term(self, x: Float[Tensor, "i"]) -> Float[Tensor, "h j"]:
+        """As of a CP."""
+        return self.as_cp.key_term(x)
+
+    def logits(
+        self, x: Float[Tensor, "b t i"], y: Float[Tensor, "b s j"]
+    ) -> Float[Tensor, "b h t s"]:
+        """``btnd,bsnd,hn -> bhts``."""
+        return self.as_cp.logits(x, y)
 
 
 @dataclass(frozen=True, eq=False)
