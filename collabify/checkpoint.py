@@ -68,7 +68,7 @@ class CollabifyQuantizer(HfQuantizer):
             for name, tensor in sites[layer.index].factor_tensors():
                 if not getattr(tensor, "_is_hf_initialized", False) and not tensor.is_meta:
                     raise CheckpointError(
-                        f"'{sites[layer.index].name}.{name}' is not in the checkpoint, or not in "
+                        f"{name!r} is not in the checkpoint, or not in "
                         "the shape that its config.json gives. Download or copy both again."
                     )
         model.config.quantization_config = self.quantization_config.to_dict()

@@ -13,7 +13,7 @@ from collabify.errors import CheckpointError
 FORMAT_VERSION = 1
 QUANT_METHOD = "collabify"  # the name under which transformers finds us in config.json
 
-Form = Literal["collaborative", "tucker"]
+Form = Literal["collaborative", "tucker", "talking-heads"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class LayerConfig:
     index
         Position among the model's distinct attention layers, from 0.
     form
-        ``collaborative`` (one diagonal core per head) or ``tucker`` (one full core per head).
+        ``collaborative`` (one diagonal core per head), ``tucker`` (one full core per head) or
+        ``talking-heads`` (base heads that the heads mix).
     rank
         Shared channels of queries and keys, D̃k.
     head_rank
@@ -33,6 +34,16 @@ class LayerConfig:
         head.
     channels
         Shared channels that each head keeps, for ``collaborative``; ``None``: all.
+    base_heads
+        Base heads that the heads mix, for ``talking-heads``, each ``rank / base_heads`` wide;
+        ``None``: they are the heads.
+    values
+        Channels of all values, D̃v; ``None``: values and outputs are the original's.
+    value_heads
+        Value heads that read mixed attention probabilities, each ``values / value_heads`` wide;
+        ``None``: one for every head, of any width.
+    dynamic
+        Whether the mixing of base heads and of value heads has terms that depend on the tokens.
     """
 
     index: int
@@ -40,6 +51,10 @@ class LayerConfig:
     rank: int
     head_rank: int | None = None
     channels: int | None = None
+    base_heads: int | None = None
+    values: int | None = None
+    value_heads: int | None = None
+    dynamic: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,12 +109,28 @@ def _layer(record: Any) -> LayerConfig:
             f"form={record['form']!r} must be one of {', '.join(get_args(Form))} "
             f"for layer {record['index']}. Install the collabify that wrote it."
         )
-    for name, smallest in (("index", 0), ("rank", 1), ("head_rank", 1), ("channels", 1)):
-        optional = name in ("head_rank", "channels")
-        value = record.get(name) if optional else record[name]
-        if not (optional and value is None) and (type(value) is not int or value < smallest):
+    for name in ("index", "rank", *_OPTIONAL):
+        value = record.get(name) if name in _OPTIONAL else record[name]
+        smallest = 0 if name == "index" else 1
+        absent = name in _OPTIONAL and value is None
+        if not absent and (type(value) is not int or value < smallest):
             raise ValueError(f"{name}={value!r} must be a whole number from {smallest}")
+    if type(record.get("dynamic", False)) is not bool:
+        raise ValueError(f"dynamic={record['dynamic']!r} must be true or false")
     layer = LayerConfig(**record)
+    _check_sizes(layer)
+    return layer
+
+
+_OPTIONAL = ("head_rank", "channels", "base_heads", "values", "value_heads")
+
+
+def _check_sizes(layer: LayerConfig) -> None:
+    """Refuse sizes that contradict each other."""
     if layer.channels is not None and layer.channels > layer.rank:
         raise ValueError(f"channels={layer.channels} above rank={layer.rank}")
-    return layer
+    if layer.base_heads is not None and layer.form != "talking-heads":
+        raise ValueError(f"base_heads={layer.base_heads} with form={layer.form!r}")
+    for whole, parts in ((layer.rank, layer.base_heads), (layer.values, layer.value_heads)):
+        if parts is not None and (whole is None or whole % parts):
+            raise ValueError(f"{whole} channels for {parts} heads of one width")

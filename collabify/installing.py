@@ -12,18 +12,18 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from collabify.config import ConversionConfig
-from collabify.decompose import Factors
+from collabify.decompose import Factors, ValueFactors
 from collabify.models import AttentionSite
 
 
 def install(
     model: nn.Module,
-    found: Sequence[tuple[AttentionSite, Factors, Tensor]],
+    found: Sequence[tuple[AttentionSite, Factors, Tensor, ValueFactors | None]],
     plan: ConversionConfig,
 ) -> None:
     """Rewrite the layers, and the record of it."""
-    for site, factors, content in found:
-        site.install(factors, content)
+    for site, factors, content, values in found:
+        site.install(factors, content, values)
     _own_config(model).quantization_config = plan.to_dict()
 
 
@@ -31,7 +31,7 @@ def install(
 def undone_on_failure(model: nn.Module, sites: Sequence[AttentionSite]) -> Iterator[None]:
     """Whatever goes wrong, Ctrl-C too, leaves the modules and configurations that there were."""
     configs = [(module, module.config) for module in model.modules() if hasattr(module, "config")]
-    undo = [_undo(site.module) for site in sites]
+    undo = [_undo(module) for site in sites for module in (site.module, site.output)]
     try:
         yield
     except BaseException:
@@ -44,13 +44,14 @@ def undone_on_failure(model: nn.Module, sites: Sequence[AttentionSite]) -> Itera
 
 def _undo(module: nn.Module) -> Callable[[], None]:
     """What gives a module the class and the contents back that it has now."""
-    cls, names = type(module), set(vars(module))
-    parts = {part: dict(vars(module)[part]) for part in ("_modules", "_parameters", "_buffers")}
+    cls, attributes = type(module), dict(vars(module))
+    parts = {part: dict(attributes.pop(part)) for part in ("_modules", "_parameters", "_buffers")}
 
     def restore() -> None:
         module.__class__ = cls
-        for name in set(vars(module)) - names:
+        for name in set(vars(module)) - set(attributes) - set(parts):
             del vars(module)[name]
+        vars(module).update(attributes)
         for part, content in parts.items():
             vars(module)[part].clear()
             vars(module)[part].update(content)

@@ -3,6 +3,12 @@
     probs  = softmax(logits * scale + mask)                     bhts
     output = probs v                                            bhts,bhse -> bhte
 
+Where value heads read mixed probabilities (the weights projection P_w of talking heads),
+
+    output[v] = sum_h weights_mixing[v, h] probs[h] v[v]        vh,bhts,bvse -> bvte
+
+No fused kernel gives the probabilities that this needs, so it is computed here.
+
 A converted layer stays the object it was: its query and key projections get new shapes under their
 old names, it gains the method's own parameters, and its class becomes a subclass of the class that
 it had. So everything else of it (values, output, configuration, hooks) is untouched, transformers
@@ -12,6 +18,10 @@ stops at the shape of ``key.weight``.
 The shared key carries the content bias as ``h`` more rows, one channel for each head, that head
 ``h`` reads with a query of one. It has them also where the bias is zero, so that its shape always
 differs from the original's.
+
+Heads whose values were reduced read their own rows of the value projection, ``value_columns``, each
+as many columns as the widest original head, so that kernels that want equal widths apply; what the
+output projection reads of them are ``context_rows``.
 
 Axes: b batch, t target, s source, h head, m row of the shared key (shared channels and one content
 bias a head), w column that a head scores in, e value channel.
@@ -29,6 +39,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from collabify.decompose.factors import Factors
+from collabify.decompose.values import ValueFactors
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,11 @@ class SharedAttention(nn.Module):
     original: type[nn.Module]
     config: Any
     scaling: float
+    value_columns: Tensor | None
+    context_rows: Tensor | None
+    weights_mixing: nn.Parameter | None
+    x2w: nn.Parameter | None
+    m2w: nn.Parameter | None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is made at run time, so pickle is told how to make it again.
@@ -83,6 +99,31 @@ class SharedAttention(nn.Module):
     ) -> tuple[Float[Tensor, "b h t w"], Float[Tensor, "b h s w"]]:
         """Queries and keys of every head, whose products are the logits before the scale."""
 
+    def logits(
+        self, x: Float[Tensor, "b t i"], q: Float[Tensor, "b t r"], k: Float[Tensor, "b t m"]
+    ) -> Float[Tensor, "b h t s"]:
+        """The logits of every head before the scale, where no kernel makes them."""
+        query, key = self.scores(q, k)
+        return query @ key.mT
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether logits or probabilities are worked with, which fused kernels do not give."""
+        return self.weights_mixing is not None
+
+    def set_values(self, factors: ValueFactors | None) -> None:
+        """Take the value side's own tensors, all but the projections; ``None``: as it was."""
+        named = {} if factors is None else vars(factors)
+        for name in ("x2w", "m2w"):
+            self._register(name, named.get(name))
+        self._register("weights_mixing", named.get("mixing"))
+        self.register_buffer("value_columns", named.get("columns"))
+        self.register_buffer("context_rows", named.get("rows"))
+
+    def _register(self, name: str, value: Tensor | None) -> None:
+        """A parameter, or none."""
+        self.register_parameter(name, None if value is None else nn.Parameter(value.contiguous()))
+
     def value_width(self, heads: int) -> int:
         """Channels of the values of one of ``heads`` heads, e."""
         return int(getattr(self, self.layout.value).out_features // heads)
@@ -90,8 +131,14 @@ class SharedAttention(nn.Module):
     @property
     def num_parameters(self) -> int:
         """Numbers in the query-key part: projections, content bias, the method's own."""
-        own = list(self.parameters(recurse=False))
+        own = [p for n, p in self.named_parameters(recurse=False) if n not in VALUE_SIDE]
         return sum(parameter.numel() for parameter in own + _projections(self))
+
+    @property
+    def num_value_parameters(self) -> int:
+        """Numbers beside the projections of the value side."""
+        named = dict(self.named_parameters(recurse=False))
+        return sum(named[name].numel() for name in VALUE_SIDE if name in named)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
@@ -124,28 +171,105 @@ class SharedAttention(nn.Module):
                     "Call the model without it."
                 )
         layout = self.layout
-        query, key = self.scores(
-            getattr(self, layout.query)(hidden_states), getattr(self, layout.key)(hidden_states)
+        q, k, v = (
+            getattr(self, name)(hidden_states) for name in (layout.query, layout.key, layout.value)
         )
-        value = getattr(self, layout.value)(hidden_states)
-        value = value.unflatten(-1, (query.shape[1], -1)).transpose(1, 2)
         dropout = getattr(self, layout.dropout)
         dropout = dropout.p if isinstance(dropout, nn.Dropout) else dropout
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, _eager(self.original)
-        )
-        context, probs = attend(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )
+        dropout = dropout if self.training else 0.0
+        if self.needs_logits:
+            logits = self.logits(hidden_states, q, k)
+            probs = _probabilities(logits * self.scaling, attention_mask)
+            context = self._mixed_context(hidden_states, probs, v, dropout)
+        else:
+            query, key = self.scores(q, k)
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+                self.config._attn_implementation, _eager(self.original)
+            )
+            context, probs = attend(
+                self,
+                query,
+                key,
+                self._values(v, query.shape[1]),
+                attention_mask,
+                dropout=dropout,
+                scaling=self.scaling,
+                **kwargs,
+            )
         context = context.reshape(*hidden_states.shape[:-1], -1).contiguous()
+        if self.context_rows is not None:
+            context = gather(context, self.context_rows)
         return layout.finish(self, hidden_states, context), probs
+
+    def _values(self, v: Float[Tensor, "b s n"], heads: int) -> Float[Tensor, "b h s w"]:
+        """The values of every head."""
+        if self.value_columns is not None:
+            v = gather(v, self.value_columns.flatten())
+        return v.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    def _mixed_context(
+        self,
+        x: Float[Tensor, "b t i"],
+        probs: Float[Tensor, "b h t s"],
+        v: Float[Tensor, "b t n"],
+        dropout: float,
+    ) -> Float[Tensor, "b t v w"]:
+        """What value heads read with probabilities that they mix, if they do."""
+        weights = probs
+        if self.weights_mixing is not None:
+            weights = mix(probs, self.weights_mixing, x, self.x2w, self.m2w)
+        weights = nn.functional.dropout(weights, dropout)
+        return (weights @ self._values(v, weights.shape[1])).transpose(1, 2)
+
+
+VALUE_SIDE = ("weights_mixing", "x2w", "m2w")
+
+
+def mix(
+    maps: Float[Tensor, "b h t s"],
+    mixing: Float[Tensor, "g h"],
+    x: Float[Tensor, "b t i"],
+    of_target: Float[Tensor, "g h i"] | None,
+    of_source: Float[Tensor, "g h i"] | None,
+) -> Float[Tensor, "b g t s"]:
+    """Heads' maps mixed into others', by weights that are fixed and by such as tokens make.
+
+    ``gh,bhts -> bgts``, ``ghi,bti,bhts -> bgts``, ``ghi,bsi,bhts -> bgts``
+    """
+    mixed = (mixing @ maps.flatten(2)).view(len(maps), -1, *maps.shape[2:])
+    if of_target is not None:
+        weights = torch.einsum("ghi,bti->btgh", of_target, x)
+        mixed = mixed + (weights @ maps.permute(0, 2, 1, 3)).transpose(1, 2)
+    if of_source is not None:
+        weights = torch.einsum("ghi,bsi->bsgh", of_source, x)
+        mixed = mixed + (weights @ maps.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+    return mixed
+
+
+def gather(x: Float[Tensor, "b t r"], read: Tensor) -> Float[Tensor, "b t w"]:
+    """The channels ``read`` of every token; ``gather`` is what is fastest on the CPU."""
+    return x.gather(-1, read.expand(*x.shape[:-1], -1))
+
+
+def _probabilities(
+    logits: Float[Tensor, "b h t s"], mask: Tensor | None
+) -> Float[Tensor, "b h t s"]:
+    """Softmax over sources that are not masked, in float32 as transformers does it.
+
+    Raises
+    ------
+    NotImplementedError
+        Where the attention implementation's mask is not one of ``[b, 1, t, s]``.
+    """
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.ndim != logits.ndim:
+            raise NotImplementedError(
+                "Talking heads mix logits or probabilities, which fused kernels do not give. "
+                "Use the attention implementation 'sdpa' or 'eager'."
+            )
+        lowest = torch.finfo(logits.dtype).min
+        logits = logits + mask if mask.is_floating_point() else logits.masked_fill(~mask, lowest)
+    return nn.functional.softmax(logits, dim=-1, dtype=torch.float32).to(logits.dtype)
 
 
 def rewrite(
@@ -181,10 +305,40 @@ def rewrite(
     ):
         setattr(shared, name, _linear(weight))
     shared.set_factors(factors)
+    shared.set_values(None)
     if not old.requires_grad:
         for parameter in (*shared.parameters(recurse=False), *_projections(shared)):
             parameter.requires_grad_(False)
     return shared.train(module.training)
+
+
+def replace_values(shared: SharedAttention, output: nn.Linear, factors: ValueFactors) -> None:
+    """Give a rewritten layer other values and outputs, in place.
+
+    Parameters
+    ----------
+    shared
+        As :func:`rewrite` made it.
+    output
+        Its output projection, which stays the object it is.
+    factors
+        What it reads and hands on; cast to the dtype and device of what they replace.
+    """
+    layout = shared.layout
+    old = getattr(shared, layout.value).weight
+    factors = factors.to(old.dtype).to(old.device)
+    setattr(shared, layout.value, _linear(factors.value, factors.bias))
+    output.in_features = factors.output.shape[1]
+    output.weight = nn.Parameter(factors.output.contiguous())
+    if factors.output_bias is not None:
+        output.bias = nn.Parameter(factors.output_bias.contiguous())
+    shared.set_values(factors)
+    if not old.requires_grad:
+        for module in (getattr(shared, layout.value), output):
+            module.requires_grad_(False)
+        for parameter in shared.parameters(recurse=False):
+            parameter.requires_grad_(False)
+    shared.train(shared.training)
 
 
 def _projections(shared: SharedAttention) -> list[Tensor]:
@@ -193,10 +347,12 @@ def _projections(shared: SharedAttention) -> list[Tensor]:
     return [getattr(shared, name).weight for name in names]
 
 
-def _linear(weight: Float[Tensor, "r i"]) -> nn.Linear:
-    """A projection without bias that holds ``weight``."""
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+def _linear(weight: Float[Tensor, "r i"], bias: Float[Tensor, "r"] | None = None) -> nn.Linear:
+    """A projection that holds ``weight`` and ``bias``."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.contiguous())
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.contiguous())
     return linear
 
 

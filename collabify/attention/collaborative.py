@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from collabify.attention.base import SharedAttention
+from collabify.attention.base import SharedAttention, gather
 from collabify.decompose.factors import CPFactors, Factors
 
 
@@ -60,9 +60,9 @@ class CollaborativeAttention(SharedAttention):
         read = self.channels.flatten()
         weights = nn.functional.pad(self.mixing, (0, width - kept)).flatten()
         # Columns beside the kept channels have no weight in the query: any channel will do there.
-        query = _gather(q, read.clamp(max=q.shape[-1] - 1)) * weights
+        query = gather(q, read.clamp(max=q.shape[-1] - 1)) * weights
         query, key = (
-            x.view(*x.shape[:-1], heads, width).transpose(1, 2) for x in (query, _gather(k, read))
+            x.view(*x.shape[:-1], heads, width).transpose(1, 2) for x in (query, gather(k, read))
         )
         query[..., kept] = 1
         return query, key
@@ -76,8 +76,3 @@ class CollaborativeAttention(SharedAttention):
         weights = torch.cat([self.mixing, own], dim=1)
         query = nn.functional.pad(q, (0, heads), value=1.0)[:, None] * weights[:, None]
         return query, k[:, None].expand(-1, heads, -1, -1)
-
-
-def _gather(x: Float[Tensor, "b t r"], read: Tensor) -> Float[Tensor, "b t w"]:
-    """The channels ``read`` of every token; ``gather`` is what is fastest on the CPU."""
-    return x.gather(-1, read.expand(*x.shape[:-1], -1))

@@ -80,14 +80,14 @@ def fit_block_term(
     exact = Search(forms, query, key, mixing, width=width)
     found, converged = exact.run(last, tolerance)
     query, key, mixing, _ = exact.state
-    factors = BlockFactors(query, key, mixing[:, ::width].contiguous())
+    factors = BlockFactors(query, key, mixing[:, ::width].contiguous(), forms.num_heads)
     return Decomposition(factors, (*errors, *found), converged)
 
 
 def _as_they_are(forms: HeadForms) -> Decomposition:
     """The heads as base heads, bit for bit."""
     mixing = torch.eye(forms.num_heads, dtype=forms.w_q.dtype, device=forms.w_q.device)
-    factors = BlockFactors(forms.w_q.flatten(0, 1), forms.w_k.flatten(0, 1), mixing)
+    factors = BlockFactors(forms.w_q.flatten(0, 1), forms.w_k.flatten(0, 1), mixing, forms.num_heads)
     return Decomposition(factors, (0.0,), converged=True)
 
 
@@ -108,7 +108,8 @@ def _truncated(forms: HeadForms, width: int) -> BlockFactors:
     values, left, right = (part[:, :width] for part in head_triplets(forms))
     roots = values.sqrt()[..., None]
     mixing = torch.eye(forms.num_heads, dtype=values.dtype, device=values.device)
-    return BlockFactors((roots * left).flatten(0, 1), (roots * right).flatten(0, 1), mixing)
+    query, key = ((roots * part).flatten(0, 1) for part in (left, right))
+    return BlockFactors(query, key, mixing, forms.num_heads)
 
 
 def _greedy(forms: HeadForms, base_heads: int, width: int) -> BlockFactors:
@@ -124,7 +125,8 @@ def _greedy(forms: HeadForms, base_heads: int, width: int) -> BlockFactors:
         taken = -mixing[:, None, None] * query
         w_q = torch.cat([w_q, taken], dim=1)
         w_k = torch.cat([w_k, key.expand(forms.num_heads, -1, -1)], dim=1)
-    return BlockFactors(torch.cat(queries), torch.cat(keys), torch.stack(mixings, dim=1))
+    mixing = torch.stack(mixings, dim=1)
+    return BlockFactors(torch.cat(queries), torch.cat(keys), mixing, forms.num_heads)
 
 
 def _one_block(
@@ -172,7 +174,8 @@ def _sorted(
     blocks, centres = _balanced_clusters(directions, strength, base_heads)
     order = blocks.argsort(stable=True)
     weights = (directions * centres[:, blocks]).sum(0) * mixing.norm(dim=0)
-    return BlockFactors((query * weights[:, None])[order], key[order], centres)
+    query = query * weights[:, None]
+    return BlockFactors(query[order], key[order], centres, forms.num_heads)
 
 
 def _balanced_clusters(

@@ -16,7 +16,7 @@ References: Kolda & Bader 2009; Cordonnier et al. 2020, section 4; Shazeer et al
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -56,9 +56,7 @@ class Factors(ABC):
 
     def transformed(self, matrix: Float[Tensor, "i i"]) -> "Factors":
         """Factors of ``matrix^T stack[h] matrix``, for inputs that were multiplied by it before."""
-        tensors = self._tensors()
-        tensors |= {"query": self.query @ matrix, "key": self.key @ matrix}
-        return type(self)(**tensors)
+        return self._with(query=self.query @ matrix, key=self.key @ matrix)
 
     @property
     def num_parameters(self) -> int:
@@ -69,7 +67,7 @@ class Factors(ABC):
     def to(self, target: torch.dtype | torch.device) -> "Factors":
         """The same factors in another dtype or on another device."""
         integers_stay = isinstance(target, torch.dtype)
-        return type(self)(
+        return self._with(
             **{
                 name: tensor
                 if integers_stay and not tensor.is_floating_point()
@@ -87,7 +85,11 @@ class Factors(ABC):
 
     def _tensors(self) -> dict[str, Tensor]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def _with(self, **tensors: Tensor) -> "Factors":
+        """The same with other tensors."""
+        return replace(self, **tensors)  # type: ignore[type-var]
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,18 +218,29 @@ class BlockFactors(Factors):
         Projections of the base heads, one after the other, ``[r, i]`` and ``[r, j]``; ``r`` is a
         multiple of ``n``.
     mixing
-        Weight of every base head in every head, ``[h, n]``: the logits projection, P_l.
+        Weight of every base head in every head, ``[h, n]``: the logits projection, P_l; ``None``:
+        the base heads are the heads.
+    heads
+        How many heads there are.
+    x2l, m2l
+        What P_l has on top for a target and for a source, as a map of its input, ``[h, n, i]``, for
+        training; the stack is that without them.
     """
 
     query: Float[Tensor, "r i"]
     key: Float[Tensor, "r j"]
-    mixing: Float[Tensor, "h n"]
+    mixing: Float[Tensor, "h n"] | None
+    heads: int
+    x2l: Float[Tensor, "h n i"] | None = None
+    m2l: Float[Tensor, "h n j"] | None = None
 
     @property
     def as_cp(self) -> CPFactors:
         """The same stack with a weight for every channel."""
-        width = len(self.query) // self.mixing.shape[1]
-        return CPFactors(self.query, self.key, self.mixing.repeat_interleave(width, dim=1))
+        like = {"dtype": self.query.dtype, "device": self.query.device}
+        mixing = torch.eye(self.heads, **like) if self.mixing is None else self.mixing
+        width = len(self.query) // mixing.shape[1]
+        return CPFactors(self.query, self.key, mixing.repeat_interleave(width, dim=1))
 
     def dense(self) -> Float[Tensor, "h i j"]:
         """``hn,ndi,ndj -> hij``."""
@@ -318,6 +331,13 @@ def empty_factors(layer: LayerConfig, *, num_heads: int, query_size: int, key_si
                 return CPFactors(query, key, torch.empty(heads, rank))
             kept = heads, layer.channels
             return CPFactors(query, key, torch.empty(kept), torch.empty(kept, dtype=torch.int64))
+        if layer.form == "talking-heads":
+            shape = heads, layer.base_heads or heads
+            mixing = torch.empty(shape) if layer.base_heads else None
+            if mixing is None or not layer.dynamic:
+                return BlockFactors(query, key, mixing, heads)
+            x2l, m2l = (torch.empty(*shape, size) for size in (query_size, key_size))
+            return BlockFactors(query, key, mixing, heads, x2l, m2l)
         if layer.head_rank is None:
             return TuckerFactors(query, key, torch.empty(heads, rank, rank))
         cores, mixing = (

@@ -13,7 +13,7 @@ from collabify.models import find_attention
 
 
 def new_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """What a conversion made: shared projections of queries and keys, and the method's own.
+    """What a conversion made: shared projections, the method's own, values where it reduced them.
 
     Raises
     ------
@@ -24,11 +24,7 @@ def new_parameters(model: nn.Module) -> list[nn.Parameter]:
         parameter
         for site in find_attention(model)
         if site.converted
-        for parameter in (
-            *site.query.parameters(),
-            *site.key.parameters(),
-            *site.module.parameters(recurse=False),
-        )
+        for parameter in site.new_parameters
     ]
     if not found:
         raise CheckpointError(

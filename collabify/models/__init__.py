@@ -3,7 +3,7 @@
 A new architecture is one file with an ``ADAPTER`` and one line in ``ADAPTERS``.
 """
 
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -65,8 +65,9 @@ def _sites(base_model: nn.Module, adapter: Adapter, kind: str) -> tuple[Attentio
     for name, module in base_model.named_modules():  # each distinct module once
         if isinstance(module, cls):
             check_projections(name, module, adapter.layout)
-            output = adapter.output(base_model, name)
-            sites.append(AttentionSite(len(sites), name, module, adapter, output))
+            output = adapter.output(name)
+            projection = cast(nn.Linear, base_model.get_submodule(output))
+            sites.append(AttentionSite(len(sites), name, module, adapter, output, projection))
     if not sites:
         raise UnsupportedModelError(
             f"{type(base_model).__name__} of model_type={kind!r} holds no {cls.__name__}. "

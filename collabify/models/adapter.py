@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from collabify.attention import FORMS, Layout, SharedAttention, rewrite
+from collabify.attention import FORMS, Layout, SharedAttention, replace_values, rewrite
 from collabify.config import LayerConfig
-from collabify.decompose import Factors, empty_factors
+from collabify.decompose import Factors, ValueFactors, ValueForms, empty_factors, empty_values
 from collabify.errors import AlreadyConvertedError, UnsupportedModelError
 from collabify.forms import HeadForms
 
@@ -33,16 +33,17 @@ class Adapter:
         the same inside.
     layout
         Names of that module's parts.
-    num_heads
-        Name of the module's attribute with the number of heads.
+    num_heads, head_dim
+        Names of the module's attributes with the number of heads and their width.
     output
-        ``(base_model, name of the attention module) -> the output projection``.
+        ``name of the attention module -> name of its output projection``.
     """
 
     attention_classes: Mapping[str, str]
     layout: Layout
     num_heads: str
-    output: Callable[[nn.Module, str], nn.Linear]
+    head_dim: str
+    output: Callable[[str], str]
 
     def attention_class(self, model_type: str) -> type[nn.Module]:
         """The class of the attention modules, imported when it is needed."""
@@ -65,7 +66,7 @@ class AttentionSite:
         The attention module.
     adapter
         Its architecture.
-    output
+    output_name, output
         Its output projection, wherever the architecture keeps it.
     """
 
@@ -73,6 +74,7 @@ class AttentionSite:
     name: str
     module: nn.Module
     adapter: Adapter
+    output_name: str
     output: nn.Linear
 
     @property
@@ -97,8 +99,8 @@ class AttentionSite:
 
     @property
     def head_dim(self) -> int:
-        """Query-key channels of a head as trained, d."""
-        return int(self.value.out_features // self.num_heads)
+        """Channels of a head as trained, d for queries and keys and e for values."""
+        return int(getattr(self.module, self.adapter.head_dim))
 
     @property
     def full_rank(self) -> int:
@@ -115,11 +117,31 @@ class AttentionSite:
         """Whether the layer already has a shared form."""
         return isinstance(self.module, SharedAttention)
 
+    @property
+    def values_converted(self) -> bool:
+        """Whether values and outputs are no longer the original's."""
+        if not isinstance(self.module, SharedAttention):
+            return False
+        own = self.module.num_value_parameters > 0
+        return own or self.value.out_features != self.full_rank
+
     def factor_tensors(self) -> list[tuple[str, Tensor]]:
-        """What a conversion gave the module, by name: projections, mixing, cores, indices."""
-        shared = tuple(f"{name}." for name in (self.adapter.layout.query, self.adapter.layout.key))
-        tensors = self.module.state_dict(keep_vars=True).items()
-        return [(name, t) for name, t in tensors if "." not in name or name.startswith(shared)]
+        """What a conversion made, by name in the base model: projections, mixing, indices."""
+        layout, found = self.adapter.layout, []
+        parts = (layout.query, layout.key) + (layout.value,) * self.values_converted
+        within = tuple(f"{part}." for part in parts)
+        for name, tensor in self.module.state_dict(keep_vars=True).items():
+            if "." not in name or name.startswith(within):
+                found.append((f"{self.name}.{name}", tensor))
+        if self.values_converted:
+            output = self.output.state_dict(keep_vars=True)
+            found += [(f"{self.output_name}.{name}", tensor) for name, tensor in output.items()]
+        return found
+
+    @property
+    def new_parameters(self) -> list[nn.Parameter]:
+        """Those of :meth:`factor_tensors` that can be trained."""
+        return [t for _, t in self.factor_tensors() if isinstance(t, nn.Parameter)]
 
     @property
     def query_key_parameters(self) -> int:
@@ -130,8 +152,9 @@ class AttentionSite:
 
     @property
     def value_output_parameters(self) -> int:
-        """Numbers in the value and output projections."""
-        return sum(p.numel() for part in (self.value, self.output) for p in part.parameters())
+        """Numbers in the value and output projections, and in what mixes value heads."""
+        own = self.module.num_value_parameters if isinstance(self.module, SharedAttention) else 0
+        return own + sum(p.numel() for part in (self.value, self.output) for p in part.parameters())
 
     def read(
         self, *, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None
@@ -158,21 +181,57 @@ class AttentionSite:
         scale = float(cast(Any, self.module).scaling)
         return HeadForms.from_projections(query, key, bias, num_heads=self.num_heads, scale=scale)
 
+    def read_values(self, *, device: torch.device | str | None = None) -> ValueForms:
+        """The layer's values and outputs in float64, with gradients cut."""
+        device = self.value.weight.device if device is None else torch.device(device)
+
+        def read(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(device, torch.float64)
+
+        value = read(self.value.weight).unflatten(0, (self.num_heads, -1))
+        bias = value.new_zeros(value.shape[:2])
+        if self.value.bias is not None:
+            bias = read(self.value.bias).view_as(bias)
+        output = read(self.output.weight).T.unflatten(0, (self.num_heads, -1))
+        has_bias = self.output.bias is not None
+        return ValueForms(value, bias, output, read(self.output.bias) if has_bias else None)
+
     def empty_factors(self, layer: LayerConfig) -> Factors:
         """Factors of the shapes that ``layer`` gives this site, on the meta device."""
         return empty_factors(
             layer, num_heads=self.num_heads, query_size=self.width, key_size=self.width
         )
 
-    def install(self, factors: Factors, content: Float[Tensor, "h j"]) -> None:
-        """Rewrite the layer in place, so that it scores with ``factors`` and ``content``."""
-        rewrite(self.module, FORMS[type(factors)], self.adapter.layout, factors, content)
+    def empty_values(self, layer: LayerConfig) -> ValueFactors | None:
+        """Values and outputs of the shapes that ``layer`` gives this site, on the meta device."""
+        return empty_values(
+            layer,
+            num_heads=self.num_heads,
+            width=self.head_dim,
+            input_size=self.value.in_features,
+            output_size=self.output.out_features,
+            biases=(self.value.bias is not None, self.output.bias is not None),
+        )
+
+    def install(
+        self,
+        factors: Factors,
+        content: Float[Tensor, "h j"],
+        values: ValueFactors | None = None,
+    ) -> None:
+        """Rewrite the layer in place: it scores with ``factors`` and ``content``, reads ``values``.
+
+        Without ``values`` its values and outputs stay.
+        """
+        layout = self.adapter.layout
+        shared = rewrite(self.module, FORMS[type(factors)], layout, factors, content)
+        if values is not None:
+            replace_values(shared, self.output, values)
 
     def install_empty(self, layer: LayerConfig) -> None:
         """Rewrite the layer to the shapes of ``layer``, on meta, to load weights into."""
-        self.install(
-            self.empty_factors(layer), torch.empty(self.num_heads, self.width, device="meta")
-        )
+        content = torch.empty(self.num_heads, self.width, device="meta")
+        self.install(self.empty_factors(layer), content, self.empty_values(layer))
 
 
 def check_projections(name: str, module: nn.Module, layout: Layout) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from collabify.attention import Layout
 from collabify.models.adapter import Adapter
@@ -13,13 +13,14 @@ def _finish(module: Any, hidden_states: Tensor, context: Tensor) -> Tensor:
     return cast(Tensor, module.LayerNorm(hidden_states + output))
 
 
-def _output(base_model: nn.Module, name: str) -> nn.Linear:
-    return cast(nn.Linear, base_model.get_submodule(f"{name}.dense"))
+def _output(name: str) -> str:
+    return f"{name}.dense"
 
 
 ADAPTER = Adapter(
     attention_classes={"albert": "transformers.models.albert.modeling_albert:AlbertAttention"},
     layout=Layout("query", "key", "value", "attention_dropout", _finish),
     num_heads="num_attention_heads",
+    head_dim="attention_head_size",
     output=_output,
 )

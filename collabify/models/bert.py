@@ -1,7 +1,5 @@
 """BERT and its copies: ``attention.self.{query,key,value}``, ``attention.output.dense``."""
 
-from typing import cast
-
 from torch import Tensor, nn
 
 from collabify.attention import Layout
@@ -12,8 +10,8 @@ def _finish(module: nn.Module, hidden_states: Tensor, context: Tensor) -> Tensor
     return context  # the output projection belongs to the parent
 
 
-def _output(base_model: nn.Module, name: str) -> nn.Linear:
-    return cast(nn.Linear, base_model.get_submodule(name.removesuffix("self") + "output.dense"))
+def _output(name: str) -> str:
+    return name.removesuffix("self") + "output.dense"
 
 
 _MODELING = "transformers.models.{0}.modeling_{0}:{1}SelfAttention"
@@ -28,5 +26,6 @@ ADAPTER = Adapter(
     },
     layout=Layout("query", "key", "value", "dropout", _finish),
     num_heads="num_attention_heads",
+    head_dim="attention_head_size",
     output=_output,
 )

@@ -2,7 +2,7 @@
 
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from collabify.attention import Layout
 from collabify.models.adapter import Adapter
@@ -12,8 +12,8 @@ def _finish(module: Any, hidden_states: Tensor, context: Tensor) -> Tensor:
     return cast(Tensor, module.out_lin(context))
 
 
-def _output(base_model: nn.Module, name: str) -> nn.Linear:
-    return cast(nn.Linear, base_model.get_submodule(f"{name}.out_lin"))
+def _output(name: str) -> str:
+    return f"{name}.out_lin"
 
 
 ADAPTER = Adapter(
@@ -22,5 +22,6 @@ ADAPTER = Adapter(
     },
     layout=Layout("q_lin", "k_lin", "v_lin", "dropout", _finish),
     num_heads="n_heads",
+    head_dim="attention_head_size",
     output=_output,
 )

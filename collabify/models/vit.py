@@ -2,7 +2,7 @@
 
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from collabify.attention import Layout
 from collabify.models.adapter import Adapter
@@ -12,8 +12,8 @@ def _finish(module: Any, hidden_states: Tensor, context: Tensor) -> Tensor:
     return cast(Tensor, module.o_proj(context))
 
 
-def _output(base_model: nn.Module, name: str) -> nn.Linear:
-    return cast(nn.Linear, base_model.get_submodule(f"{name}.o_proj"))
+def _output(name: str) -> str:
+    return f"{name}.o_proj"
 
 
 ADAPTER = Adapter(
@@ -24,5 +24,6 @@ ADAPTER = Adapter(
     },
     layout=Layout("q_proj", "k_proj", "v_proj", "attention_dropout", _finish),
     num_heads="num_attention_heads",
+    head_dim="head_dim",
     output=_output,
 )
