@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import wrapt
 
 if TYPE_CHECKING:
-    from collabify.conversion import analyze, convert
+    from collabify.analysis import analyze
+    from collabify.conversion import convert
     from collabify.errors import CollabifyError
     from collabify.evaluation import evaluate_drift, evaluate_glue, evaluate_image
     from collabify.finetuning import finetune
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "analyze": "collabify.conversion",
+    "analyze": "collabify.analysis",
     "convert": "collabify.conversion",
     "evaluate_drift": "collabify.evaluation",
     "evaluate_glue": "collabify.evaluation",

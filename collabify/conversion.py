@@ -1,42 +1,51 @@
 """The whole method: find the heads, share what they have in common, put them back.
 
-    model -> sites -> forms -> (whitened by what the layers see) -> factors -> model
-
-:func:`analyze` says how much there is to share; :func:`convert` shares it, in place.
+model -> sites -> forms -> (whitened by what the layers see) -> factors -> model
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from collabify.calibration import Moments, Whitening, collect_moments
 from collabify.config import LayerConfig
-from collabify.data import CalibrationData, load_calibration
-from collabify.decompose import Decomposition, Factors, fit_cp, fit_head_svd, fit_tucker
-from collabify.drift import base_model, measure_drift, shadow
+from collabify.decompose import (
+    Decomposition,
+    Factors,
+    ValueFactors,
+    fit_block_term,
+    fit_cp,
+    fit_head_svd,
+    fit_own_heads,
+    fit_tucker,
+    fit_values,
+    value_strengths,
+)
+from collabify.decompose.mixed_values import fit_mixed_values
+from collabify.drift import measure_drift, shadow
 from collabify.errors import OptionError
 from collabify.forms import HeadForms
 from collabify.healing import heal as heal_model
 from collabify.installing import install, undone_on_failure
 from collabify.models import AttentionSite, find_attention
-from collabify.planning import Method, Request, Solver, check_finite, count, select
-from collabify.results import (
-    AnalysisReport,
-    ConversionReport,
-    LayerReport,
-    LayerSpectra,
-    directions,
+from collabify.planning import (
+    Method,
+    Projections,
+    Request,
+    Solver,
+    ValueRequest,
+    check_finite,
+    count,
+    select,
 )
+from collabify.results import ConversionReport, LayerReport
 from collabify.sensitivity import sensitivities
-from collabify.spectrum import layer_spectra
-
-SUGGESTION_ENERGY = 0.95  # relative error of the head-SVD, the floor of every method: 0.22
-
-Progress = Callable[[str, int, int, str], None]
+from collabify.spaces import Progress, Spaces, calibrate, load, place, read
+from collabify.talking import drawn
 
 
 def convert(
@@ -48,6 +57,13 @@ def convert(
     method: Method = "cp",
     head_rank: int | None = None,
     channels: int | Literal["all"] | None = None,
+    base_heads: int | None = None,
+    base_width: int | None = None,
+    projections: Projections | None = None,
+    dynamic: bool = False,
+    dv: int | None = None,
+    kept_values: float | None = None,
+    value_heads: int | None = None,
     calibration: object = "synthetic",
     samples: int = 256,
     max_length: int = 128,
@@ -83,14 +99,32 @@ def convert(
         Instead of ``dk``: relative error allowed over all layers, in (0, 1), as a head-SVD would
         make it; ranks are chosen across layers.
     method
-        ``cp`` (collaborative attention), ``tucker`` (a core per head) or ``head-svd`` (heads kept
-        apart).
+        ``cp`` (collaborative attention), ``tucker`` (a core per head), ``head-svd`` (heads kept
+        apart) or ``talking-heads`` (heads mix the logits of base heads). The last takes no size
+        too: then nothing is lost, and the heads can talk once they are trained.
     head_rank
         For ``tucker``: cores that the heads mix, between 1 and the number of heads. By default
         every head has its own.
     channels
         Shared channels that each head keeps, or ``all``. By default one less than the head was wide
         (its content bias takes one column), so that it is as fast as it was.
+    base_heads, base_width
+        For ``talking-heads``: how many base heads the heads mix, and how wide each is. By default
+        as many as heads, of the width that ``dk`` leaves.
+    projections
+        For ``talking-heads``: ``logits`` (P_l), ``weights`` (P_w) or ``both``. By default P_l, and
+        P_w where ``value_heads`` says so or nothing says anything.
+    dynamic
+        For ``talking-heads``: whether these projections have terms that depend on the tokens, drawn
+        small by ``seed``, for training.
+    dv
+        Channels of all heads' values, between 1 and the number of heads times their width; exact at
+        the latter. By default values and outputs stay as they are.
+    kept_values
+        Instead of ``dv``: share of the parameters of values and outputs to keep, in (0, 1];
+        channels are chosen across layers.
+    value_heads
+        Value heads, equally wide, that read mixed attention probabilities (P_w).
     calibration
         What the layers see, so that errors are measured where tokens really move: ``synthetic``
         (no data needed), ``none`` (the weights alone, as published), or real data as
@@ -139,45 +173,69 @@ def convert(
     >>> report = collabify.convert(model, dk=256)  # doctest: +SKIP
     >>> report.query_key.kept  # doctest: +SKIP
     """
+    silent = (base_heads, base_width, value_heads, projections) == (None,) * 4
+    mixes = projections in ("weights", "both") or (method == "talking-heads" and silent)
+    of_values = ValueRequest(dv, kept_values, value_heads, mixes, dynamic, multiple)
     request = Request(
-        dk, kept, error, method, head_rank, channels, solver, iterations, tolerance, multiple
+        dk,
+        kept,
+        error,
+        method,
+        head_rank,
+        channels,
+        solver,
+        iterations,
+        tolerance,
+        multiple,
+        base_heads,
+        base_width,
+        projections,
+        dynamic,
+        of_values.asked,
     )
     _check_data(heal, calibration, sequential=sequential)
     sites = select(find_attention(model), layers)
     check_finite(model)
     request.check(sites)
+    of_values.check(sites)
     data = load(
         model, calibration, samples, max_length, seed, processor, batch_size=32 if heal else 16
     )
-    needed = not (dry_run and dk is not None)
-    spaces = whitenings(model, sites, data, progress) if needed else {}
-    heads = {site.index: _whitened(site, spaces, device) for site in sites} if dk is None else None
+    needed = not dry_run or request.chooses or kept_values is not None
+    wanted = {"attended": of_values.mixes, "contexts": of_values.asked and not of_values.mixes}
+    spaces = calibrate(model, sites, data, progress, **wanted) if needed else Spaces()
+    heads = {s.index: spaces.whitened(s, device) for s in sites} if request.chooses else None
     weights = None
     if kept is not None and data is not None:
         weights = sensitivities(
             model,
             sites,
-            spaces,
+            spaces.inputs,
             data.batches,
             None if progress is None else lambda n: progress("Weighing", n, len(sites), ""),
         )
-    plan = request.plan(sites, heads, weights)
+    strengths = {
+        site.index: value_strengths(site.read_values(), spaces.contexts.get(site.index))
+        for site in sites
+        if kept_values is not None
+    }
+    plan = of_values.plan(sites, request.plan(sites, heads, weights), strengths)
 
     counts = count(model, sites, plan)
     reports, found = [], []
     working = shadow(model) if sequential else None
     for site, layer in zip(sites, plan.layers, strict=True):
-        report = LayerReport(
-            site.index, site.name, layer.rank, head_rank=layer.head_rank, channels=layer.channels
-        )
+        report = _planned(site, layer)
         if not dry_run:
             follower = None if working is None else find_attention(working)[site.index]
             if follower is not None:
-                spaces = spaces | whitenings(cast(nn.Module, working), [follower], data, None)
+                followed = cast(nn.Module, working)
+                spaces = calibrate(followed, [follower], data, None, **wanted)
             factors, content, report = share(site, layer, spaces, request, seed, device)
-            found.append((site, factors, content))
+            values, report = share_values(site, layer, spaces, request, seed, device, report)
+            found.append((site, factors, content, values))
             if follower is not None:
-                follower.install(factors, content)
+                follower.install(factors, content, values)
         reports.append(report)
         if progress is not None:
             progress("Converting", len(reports), len(sites), f"error {_error(report):.4f}")
@@ -199,7 +257,9 @@ def convert(
     options |= {"channels": channels, "iterations": iterations, "tolerance": tolerance}
     options |= {"calibration": given, "samples": samples, "max_length": max_length}
     options |= {"layers": [site.index for site in sites], "seed": seed, "multiple": multiple}
-    options |= {"sequential": sequential}
+    options |= {"sequential": sequential, "base_heads": base_heads, "base_width": base_width}
+    options |= {"projections": projections, "dynamic": dynamic}
+    options |= {"dv": dv, "kept_values": kept_values, "value_heads": value_heads}
     return ConversionReport(
         method,
         solver,
@@ -232,34 +292,36 @@ def _check_data(steps: int | None, calibration: object, *, sequential: bool) -> 
         )
 
 
+def _planned(site: AttentionSite, layer: LayerConfig) -> LayerReport:
+    """What is known of a layer before anything is fitted."""
+    named = {name: value for name, value in asdict(layer).items() if name not in ("form", "index")}
+    return LayerReport(site.index, site.name, **named)
+
+
 def share(
     site: AttentionSite,
     layer: LayerConfig,
-    spaces: Mapping[int, Whitening],
+    spaces: Spaces,
     request: Request,
     seed: int,
     device: torch.device | str | None,
 ) -> tuple[Factors, Float[Tensor, "h j"], LayerReport]:
     """One layer's heads in shared form, with the content bias that goes with it."""
     start = time.perf_counter()
-    forms, whitened = _read(site, device), _whitened(site, spaces, device)
+    forms, whitened = read(site, device), spaces.whitened(site, device)
     energy = float(whitened.squared_norms().sum() * whitened.scale**2)
+    space = spaces.inputs.get(site.index)
     if request.is_exact(site, layer.rank):
         # Nothing is lost in any space, and less is rounded in this one.
-        spaces, whitened = {}, forms
+        space, whitened = None, forms
     found = _decompose(whitened, layer, request, seed)
     factors, content = found.factors, forms.content
-    space = spaces.get(site.index)
     if space is not None:
         factors = factors.transformed(space.inverse.to(content.dtype).to(content.device))
         mean = space.mean.to(content.dtype).to(content.device)
         content = content + forms.key_term(mean) - factors.key_term(mean)
-    report = LayerReport(
-        site.index,
-        site.name,
-        layer.rank,
-        head_rank=layer.head_rank,
-        channels=layer.channels,
+    report = replace(
+        _planned(site, layer),
         energy=energy,
         relative_error=factors.relative_error(forms),
         calibrated_error=None if space is None else found.relative_error,
@@ -267,7 +329,39 @@ def share(
         converged=found.converged,
         seconds=time.perf_counter() - start,
     )
-    return factors, content, report
+    return drawn(factors, layer, seed), content, report
+
+
+def share_values(
+    site: AttentionSite,
+    layer: LayerConfig,
+    spaces: Spaces,
+    request: Request,
+    seed: int,
+    device: torch.device | str | None,
+    report: LayerReport,
+) -> tuple[ValueFactors | None, LayerReport]:
+    """One layer's values and outputs in fewer channels, or ``None`` where they stay."""
+    if layer.values is None:
+        return None, report
+    start = time.perf_counter()
+    forms = site.read_values(device=place(site, device))
+    has_bias = site.value.bias is not None
+    if layer.value_heads is None:
+        seen = spaces.contexts.get(site.index)
+        factors, error = fit_values(forms, seen, layer.values, has_bias=has_bias)
+    else:
+        factors, error = fit_mixed_values(
+            forms,
+            spaces.attended.get(site.index),
+            layer.value_heads,
+            layer.values // layer.value_heads,
+            has_bias=has_bias,
+            iterations=request.iterations,
+            tolerance=request.tolerance,
+        )
+    seconds = (report.seconds or 0.0) + time.perf_counter() - start
+    return drawn(factors, layer, seed), replace(report, value_error=error, seconds=seconds)
 
 
 def _decompose(forms: HeadForms, layer: LayerConfig, request: Request, seed: int) -> Decomposition:
@@ -281,145 +375,21 @@ def _decompose(forms: HeadForms, layer: LayerConfig, request: Request, seed: int
         return fit_tucker_tensorly(forms, layer.rank, head_rank=layer.head_rank, seed=seed, **stop)
     if request.method == "cp":
         return fit_cp(forms, layer.rank, channels=layer.channels, **stop)
+    if request.method == "talking-heads":
+        return _talking_heads(forms, layer, stop)
     if request.method == "tucker":
         return fit_tucker(forms, layer.rank, head_rank=layer.head_rank, **stop)
     return fit_head_svd(forms, layer.rank, channels=layer.channels)
 
 
-def analyze(
-    model: nn.Module,
-    *,
-    layers: Sequence[int] | None = None,
-    levels: Sequence[float] = (0.9, 0.95, 0.99),
-    calibration: object = "synthetic",
-    samples: int = 256,
-    max_length: int = 128,
-    processor: object = None,
-    seed: int = 0,
-    device: torch.device | str | None = None,
-    progress: Progress | None = None,
-) -> AnalysisReport:
-    """Measure how much a model's heads repeat one another.
-
-    Parameters
-    ----------
-    model
-        A transformers model of a supported architecture, not converted.
-    layers
-        Positions of the layers to look at, from 0; by default all.
-    levels
-        Shares of energy at which directions are counted, each in (0, 1].
-    calibration, samples, max_length, processor, seed
-        As for :func:`convert`; without ``none``, the spectra in the calibrated space stand beside
-        those of the weights, and the suggestion follows them.
-    device
-        Where to compute; by default where the weights are.
-    progress
-        As for :func:`convert`.
-
-    Raises
-    ------
-    CollabifyError
-        Of the kind that says what is wrong.
-    """
-    for level in levels:
-        if not 0 < level <= 1:
-            raise OptionError(
-                f"energy={level} must be above 0 and at most 1: it is a share. Write 0.95 for 95 %."
-            )
-    sites = select(find_attention(model), layers)
-    check_finite(model)
-    data = load(model, calibration, samples, max_length, seed, processor)
-    spaces = whitenings(model, sites, data, progress)
-    raw: list[LayerSpectra] = []
-    calibrated: list[LayerSpectra] = []
-    for done, site in enumerate(sites, start=1):
-        named: dict[str, Any] = {"index": site.index, "name": site.name}
-        raw.append(layer_spectra(_read(site, device), **named))
-        if site.index in spaces:
-            calibrated.append(layer_spectra(_whitened(site, spaces, device), **named))
-        if progress is not None:
-            progress("Analyzing", done, len(sites), site.name)
-    full_rank = max(site.full_rank for site in sites)
-    return AnalysisReport(
-        tuple(raw),
-        tuple(levels),
-        full_rank,
-        _suggest(calibrated or raw, full_rank),
-        SUGGESTION_ENERGY,
-        calibrated=tuple(calibrated),
-        calibration=None if data is None else data.description,
-    )
-
-
-def load(
-    model: nn.Module,
-    calibration: object,
-    samples: int,
-    max_length: int,
-    seed: int,
-    processor: object,
-    *,
-    batch_size: int = 16,
-) -> CalibrationData | None:
-    """Calibration data for a model; ``None`` for ``none``."""
-    if calibration is None or calibration == "none":
-        return None
-    return load_calibration(
-        calibration,
-        cast(Any, model).config,
-        samples=samples,
-        max_length=max_length,
-        batch_size=batch_size,
-        seed=seed,
-        processor=processor,
-    )
-
-
-def whitenings(
-    model: nn.Module,
-    sites: Sequence[AttentionSite],
-    data: CalibrationData | None,
-    progress: Progress | None,
-) -> dict[int, Whitening]:
-    """The space of each layer's inputs, by index; none without data."""
-    if data is None:
-        return {}
-    total = len(data.batches)
-    moments: dict[str, Moments] = collect_moments(
-        base_model(model),
-        {site.name: site.module for site in sites},
-        data.batches,
-        progress=None if progress is None else lambda n: progress("Calibrating", n, total, ""),
-    )
-    return {site.index: Whitening.of(moments[site.name]) for site in sites}
-
-
-def _read(site: AttentionSite, device: torch.device | str | None) -> HeadForms:
-    """A layer's heads in float64, for the reason given in :mod:`collabify.decompose.cp`."""
-    where = torch.device(device or site.query.weight.device)
-    return site.read(device="cpu" if where.type == "mps" else where)
-
-
-def _whitened(
-    site: AttentionSite, spaces: Mapping[int, Whitening], device: torch.device | str | None
-) -> HeadForms:
-    """A layer's heads in the space of its inputs, or as they are."""
-    forms = _read(site, device)
-    if site.index not in spaces:
-        return forms
-    return spaces[site.index].to(forms.w_q.dtype).to(forms.w_q.device).whiten(forms)
+def _talking_heads(forms: HeadForms, layer: LayerConfig, stop: dict[str, Any]) -> Decomposition:
+    """Base heads; where there is no P_l, each head's own strongest triplets."""
+    if layer.base_heads is not None:
+        width = layer.rank // layer.base_heads
+        return fit_block_term(forms, layer.base_heads, width, **stop)
+    return fit_own_heads(forms, layer.rank // forms.num_heads)
 
 
 def _error(report: LayerReport) -> float:
     """The error that the solver saw, for a progress bar."""
     return report.calibrated_error or report.relative_error or 0.0
-
-
-def _suggest(spectra: Sequence[LayerSpectra], full_rank: int) -> int:
-    """The rank at which pooled triplets keep ``SUGGESTION_ENERGY``, on average over layers."""
-    curves = [layer.triplets.energy for layer in spectra]
-    shortest = min(len(curve) for curve in curves)
-    mean = [sum(curve[n] for curve in curves) / len(curves) for n in range(shortest)]
-    needed = directions(mean, SUGGESTION_ENERGY)
-    return min(-(-needed // 8) * 8, full_rank)

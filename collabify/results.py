@@ -46,6 +46,10 @@ class LayerReport:
         Cores that the heads mix, or ``None``.
     channels
         Shared channels that each head keeps; ``None``: all, or another method.
+    base_heads, dynamic
+        Base heads whose logits the heads mix, and whether by what depends on tokens.
+    values, value_heads
+        Channels of all values, and value heads that read mixed probabilities; ``None``: as before.
     relative_error
         Frobenius norm of the difference over that of the layer's stack of forms; ``None`` in a dry
         run, as are the rest.
@@ -53,6 +57,9 @@ class LayerReport:
         The same in the space of the calibration data, where the solver worked; ``None`` without.
     energy
         Squared Frobenius norm of that stack, in squared logits, where the solver worked.
+    value_error
+        Of what the layer's values and outputs make, relative: of its output about its mean, or with
+        ``value_heads`` of the stack of their forms.
     sweeps, converged, seconds
         What the solver did; ``seconds`` of wall time.
     """
@@ -62,9 +69,14 @@ class LayerReport:
     rank: int
     head_rank: int | None = None
     channels: int | None = None
+    base_heads: int | None = None
+    values: int | None = None
+    value_heads: int | None = None
+    dynamic: bool = False
     relative_error: float | None = None
     calibrated_error: float | None = None
     energy: float | None = None
+    value_error: float | None = None
     sweeps: int | None = None
     converged: bool | None = None
     seconds: float | None = None

@@ -25,11 +25,20 @@ FORMS: Mapping[str, dict[str, Any]] = {
     "head-svd": {"method": "head-svd", **NONE},
     "tucker": {"method": "tucker", **NONE},
     "tucker-heads": {"method": "tucker", "head_rank": HEADS, **NONE},
+    "talking-heads": {"method": "talking-heads", **NONE},
+    "talking-weights": {"method": "talking-heads", "projections": "weights", **NONE},
+    "values": {"method": "head-svd", "dv": HEADS * HEAD_DIM, **NONE},
+    "value-heads": {"method": "cp", "value_heads": HEADS, **NONE},
+}
+LOWER: Mapping[str, dict[str, Any]] = {
+    "tucker-heads": {"head_rank": LOW_HEAD_RANK},
+    "talking-heads": {"base_heads": 2, "value_heads": 2},
+    "talking-weights": {"dk": 9, "value_heads": 4, "dv": 20},
+    "values": {"dv": 13},
+    "value-heads": {"value_heads": 2},
 }
 LOW: Mapping[str, dict[str, Any]] = {
-    name: form
-    | {"dk": LOW_RANK, "iterations": 3}
-    | ({"head_rank": LOW_HEAD_RANK} if "head_rank" in form else {})
+    name: form | {"dk": LOW_RANK, "iterations": 3} | LOWER.get(name, {})
     for name, form in FORMS.items()
 }
 # So few channels a head that its query and key are filled up to the width of its values.
@@ -88,7 +97,8 @@ class Tiny:
 
     def full(self, form: str) -> dict[str, Any]:
         """Options of :func:`collabify.convert` at which ``form`` is exact."""
-        return FORMS[form] | {"dk": self.full_rank(FORMS[form]["method"])}
+        values = {"dv": HEADS * self.head_dim} if "dv" in FORMS[form] else {}
+        return FORMS[form] | {"dk": self.full_rank(FORMS[form]["method"])} | values
 
 
 def run(model: Any, batch: Mapping[str, Tensor], **options: Any) -> Tensor:

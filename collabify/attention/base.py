@@ -205,7 +205,7 @@ class SharedAttention(nn.Module):
         """The values of every head."""
         if self.value_columns is not None:
             v = gather(v, self.value_columns.flatten())
-        return v.unflatten(-1, (heads, -1)).transpose(1, 2)
+        return v.view(*v.shape[:-1], heads, -1).transpose(1, 2)
 
     def _mixed_context(
         self,

@@ -64,8 +64,8 @@ class TalkingHeadsAttention(SharedAttention):
         """Base logits, mixed, and the content bias."""
         base = self.heads if self.logits_mixing is None else self.logits_mixing.shape[1]
         k, content = k[..., : -self.heads], k[..., -self.heads :]
-        query, key = (part.unflatten(-1, (base, -1)).transpose(1, 2) for part in (q, k))
-        logits = query @ key.mT
+        query, key = (part.reshape(*part.shape[:-1], base, -1).transpose(1, 2) for part in (q, k))
+        logits: Tensor = query @ key.mT
         if self.logits_mixing is not None:
             logits = mix(logits, self.logits_mixing, x, self.x2l, self.m2l)
         return logits + content.mT[:, :, None]

@@ -38,7 +38,7 @@ def analyze(
     W_Kᵀ, and of all heads together, which is what bounds a shared rank. Suggests a --dk for
     `collabify convert`.
     """
-    from collabify.conversion import analyze as run
+    from collabify.analysis import analyze as run
     from collabify.report import check_figure_path, save_figure
 
     if plot is not None:

@@ -22,6 +22,15 @@ class MethodName(StrEnum):
     CP = "cp"
     TUCKER = "tucker"
     HEAD_SVD = "head-svd"
+    TALKING_HEADS = "talking-heads"
+
+
+class ProjectionsName(StrEnum):
+    """Choices of ``--projections``."""
+
+    LOGITS = "logits"
+    WEIGHTS = "weights"
+    BOTH = "both"
 
 
 class SolverName(StrEnum):
@@ -68,7 +77,8 @@ def convert(
     method: Annotated[
         MethodName,
         typer.Option(
-            help="cp: collaborative attention; tucker: a core per head; head-svd: heads kept apart."
+            help="cp: collaborative attention; tucker: a core per head; head-svd: heads kept "
+            "apart; talking-heads: heads mix the logits of base heads."
         ),
     ] = MethodName.CP,
     channels: Annotated[
@@ -82,6 +92,41 @@ def convert(
         int | None,
         typer.Option(
             metavar="A", help="tucker: cores that the heads mix. (default: a core per head)"
+        ),
+    ] = None,
+    base_heads: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="talking-heads: base heads that the heads mix. (default: all)"
+        ),
+    ] = None,
+    base_width: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="D", help="talking-heads: channels of a base head."),
+    ] = None,
+    projections: Annotated[
+        ProjectionsName | None,
+        typer.Option(help="talking-heads: mix logits before, or weights after the softmax."),
+    ] = None,
+    dynamic: Annotated[
+        bool,
+        typer.Option("--dynamic", help="talking-heads: mixing depends on tokens, for training."),
+    ] = False,
+    dv: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Channels of all values. (default: as they are)"),
+    ] = None,
+    kept_values: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Instead of --dv: share of the parameters of values and outputs, e.g. 0.75.",
+        ),
+    ] = None,
+    value_heads: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Value heads that read mixed attention weights (P_w)."
         ),
     ] = None,
     calibration: options.Calibration = "synthetic",
@@ -148,6 +193,13 @@ def convert(
                 method=method.value,
                 head_rank=head_rank,
                 channels=_channels(channels),
+                base_heads=base_heads,
+                base_width=base_width,
+                projections=None if projections is None else projections.value,
+                dynamic=dynamic,
+                dv=dv,
+                kept_values=kept_values,
+                value_heads=value_heads,
                 calibration=calibration,
                 samples=samples,
                 max_length=max_length,

@@ -7,7 +7,7 @@
 Pure functions; the model is not touched here.
 """
 
-from collabify.decompose.block_term import fit_block_term
+from collabify.decompose.block_term import fit_block_term, fit_own_heads
 from collabify.decompose.cp import fit_cp
 from collabify.decompose.factors import (
     BlockFactors,
@@ -19,7 +19,13 @@ from collabify.decompose.factors import (
 )
 from collabify.decompose.head_svd import fit_head_svd, head_triplets
 from collabify.decompose.tucker import fit_tucker
-from collabify.decompose.values import ValueFactors, ValueForms, empty_values, fit_values
+from collabify.decompose.values import (
+    ValueFactors,
+    ValueForms,
+    empty_values,
+    fit_values,
+    value_strengths,
+)
 
 __all__ = [
     "BlockFactors",
@@ -34,7 +40,9 @@ __all__ = [
     "fit_block_term",
     "fit_cp",
     "fit_head_svd",
+    "fit_own_heads",
     "fit_tucker",
     "fit_values",
     "head_triplets",
+    "value_strengths",
 ]

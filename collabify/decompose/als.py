@@ -123,8 +123,9 @@ class Search:
         self, gram: Float[Tensor, "r r"], matched: Float[Tensor, "h r"], old: Float[Tensor, "h r"]
     ) -> Float[Tensor, "h r"]:
         """The same with one weight for all channels of a block."""
-        sums = gram.unflatten(0, (-1, self.width)).unflatten(-1, (-1, self.width)).sum((1, 3))
-        target = matched.unflatten(1, (-1, self.width)).sum(2)
+        count = len(gram) // self.width
+        sums = gram.view(count, self.width, count, self.width).sum((1, 3))
+        target = matched.view(len(matched), count, self.width).sum(2)
         weights = solve(sums, target.T, old[:, :: self.width].T).T
         return weights.repeat_interleave(self.width, dim=1)
 

@@ -17,6 +17,8 @@ al. 2020, Talking-Heads Attention.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from collabify.decompose.als import Search
 from collabify.decompose.cp import fit_cp
-from collabify.decompose.factors import BlockFactors, CPFactors, Decomposition, rounding_floor
+from collabify.decompose.factors import BlockFactors, CPFactors, Decomposition
 from collabify.decompose.head_svd import head_triplets
 from collabify.forms import HeadForms
 
@@ -58,7 +60,9 @@ def fit_block_term(
         Stop when sweeps lower the relative error by less than this share of it on average.
     """
     if (base_heads, width) == (forms.num_heads, forms.head_dim):
-        return _as_they_are(forms)
+        mixing = torch.eye(forms.num_heads, dtype=forms.w_q.dtype, device=forms.w_q.device)
+        found = fit_own_heads(forms, width)
+        return replace(found, factors=replace(cast(BlockFactors, found.factors), mixing=mixing))
     trial = max(1, round(TRIAL * iterations))
     last = max(1, round(LAST * iterations))
     fast = forms.to(torch.float32)
@@ -78,17 +82,29 @@ def fit_block_term(
         errors += search.run(max(1, iterations - len(errors) - last), tolerance)[0]
     query, key, mixing, _ = search.state
     exact = Search(forms, query, key, mixing, width=width)
-    found, converged = exact.run(last, tolerance)
+    ended, converged = exact.run(last, tolerance)
     query, key, mixing, _ = exact.state
     factors = BlockFactors(query, key, mixing[:, ::width].contiguous(), forms.num_heads)
-    return Decomposition(factors, (*errors, *found), converged)
+    return Decomposition(factors, (*errors, *ended), converged)
 
 
-def _as_they_are(forms: HeadForms) -> Decomposition:
-    """The heads as base heads, bit for bit."""
-    mixing = torch.eye(forms.num_heads, dtype=forms.w_q.dtype, device=forms.w_q.device)
-    factors = BlockFactors(forms.w_q.flatten(0, 1), forms.w_k.flatten(0, 1), mixing, forms.num_heads)
-    return Decomposition(factors, (0.0,), converged=True)
+def fit_own_heads(forms: HeadForms, width: int) -> Decomposition:
+    """Heads kept apart, all of one width: their strongest triplets, or themselves, bit for bit.
+
+    Parameters
+    ----------
+    forms
+        The heads.
+    width
+        Channels of each, between 1 and ``forms.head_dim``.
+    """
+    if width == forms.head_dim:
+        query, key = forms.w_q.flatten(0, 1), forms.w_k.flatten(0, 1)
+        return Decomposition(
+            BlockFactors(query, key, None, forms.num_heads), (0.0,), converged=True
+        )
+    factors = replace(_truncated(forms, width), mixing=None)
+    return Decomposition(factors, (factors.relative_error(forms),), converged=True)
 
 
 def _starts(
@@ -155,11 +171,13 @@ def _weighted(
 
 def _strongest_rows(rows: Float[Tensor, "d j"], width: int) -> Float[Tensor, "r j"]:
     """``width`` directions that hold most of ``rows``; any others where there are fewer."""
-    return torch.linalg.svd(rows, full_matrices=True).Vh[:width]
+    directions: Tensor = torch.linalg.svd(rows, full_matrices=True).Vh
+    return directions[:width]
 
 
 def _orthonormal(rows: Float[Tensor, "r i"]) -> Float[Tensor, "r i"]:
-    return torch.linalg.qr(rows.T).Q.T
+    basis: Tensor = torch.linalg.qr(rows.T).Q
+    return basis.T
 
 
 def _sorted(
@@ -187,9 +205,7 @@ def _balanced_clusters(
     blocks = torch.zeros(directions.shape[1], dtype=torch.int64)
     for _ in range(ROUNDS):
         gain = (directions.T @ centres).square() * strength.square()[:, None]
-        rows, seats = linear_sum_assignment(
-            -gain.repeat_interleave(size, dim=1).cpu().numpy()
-        )
+        rows, seats = linear_sum_assignment(-gain.repeat_interleave(size, dim=1).cpu().numpy())
         new = torch.zeros_like(blocks)
         new[torch.as_tensor(rows)] = torch.as_tensor(seats) // size
         lines = []
@@ -213,7 +229,8 @@ def _spread(
         pick = int(left.argmax())
         chosen.append(pick)
         left = torch.minimum(
-            left, strength.square() * (1 - (directions.T @ directions[:, pick]).square()).clamp(min=0)
+            left,
+            strength.square() * (1 - (directions.T @ directions[:, pick]).square()).clamp(min=0),
         )
         left[pick] = -1
     return torch.tensor(chosen, device=directions.device)

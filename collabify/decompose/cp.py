@@ -14,7 +14,8 @@ float32 cannot see below 3e-3. Forms in float32 stay there.
 
 Axes: h head, d channel within a head, i query-side input, j key-side input, r shared rank,
 k channel that a head keeps.
-Reference: Cordonnier et al. 2020, section 4. The sweeps are those of :mod:`collabify.decompose.als`.
+The sweeps are those of :mod:`collabify.decompose.als`.
+Reference: Cordonnier et al. 2020, section 4.
 """
 
 from collections.abc import Iterator

@@ -237,8 +237,9 @@ class BlockFactors(Factors):
     @property
     def as_cp(self) -> CPFactors:
         """The same stack with a weight for every channel."""
-        like = {"dtype": self.query.dtype, "device": self.query.device}
-        mixing = torch.eye(self.heads, **like) if self.mixing is None else self.mixing
+        mixing = self.mixing
+        if mixing is None:
+            mixing = torch.eye(self.heads, dtype=self.query.dtype, device=self.query.device)
         width = len(self.query) // mixing.shape[1]
         return CPFactors(self.query, self.key, mixing.repeat_interleave(width, dim=1))
 

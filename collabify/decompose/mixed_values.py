@@ -69,9 +69,7 @@ def fit_mixed_values(
         means, root, inverse = attended.means.to(means), space.root, space.inverse
     content = output.new_zeros(heads, output.shape[2])
     stack = HeadForms(value @ root, output, content, 1.0)
-    found = fit_block_term(
-        stack, value_heads, width, iterations=iterations, tolerance=tolerance
-    )
+    found = fit_block_term(stack, value_heads, width, iterations=iterations, tolerance=tolerance)
     blocks = found.factors
     assert isinstance(blocks, BlockFactors) and blocks.mixing is not None  # noqa: S101, PT018
     new_value, mixing = blocks.query @ inverse, blocks.mixing.T

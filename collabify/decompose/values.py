@@ -29,6 +29,9 @@ from collabify.calibration import EIGENVALUE_FLOOR, Moments
 from collabify.config import LayerConfig
 
 STEP = 0.05  # share of the channels that go at once
+# Of the largest variance, 1 where nothing is dead. Turned contexts are divided by roots as small as
+# that of the eigenvalue floor, so that their Gram matrix is known to about 1e-9.
+RIDGE = 1e-7
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +96,7 @@ class ValueFactors:
             name: t if stays and not t.is_floating_point() else t.to(target)
             for name, t in self._tensors().items()
         }
-        return ValueFactors(**(dict.fromkeys(("bias", "output_bias")) | moved))
+        return replace(self, **moved)
 
     def _tensors(self) -> dict[str, Tensor]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -142,6 +145,13 @@ def fit_values(
     return factors, float((lost.clamp(min=0) / total).sqrt()) if total > 0 else 0.0
 
 
+def value_strengths(forms: ValueForms, contexts: Moments | None) -> Float[Tensor, "c"]:
+    """What each direction of the heads' contexts says, squared, all heads pooled, descending."""
+    _, covariance = _moments(forms, contexts)
+    _, weights = _turned(forms, covariance)
+    return weights.square().sum(1).sort(descending=True).values
+
+
 def empty_values(
     layer: LayerConfig,
     *,
@@ -174,9 +184,7 @@ def empty_values(
         )
         if mixed is None:
             columns = torch.empty(own, width, dtype=torch.int64)
-            return replace(
-                factors, columns=columns, rows=torch.empty(channels, dtype=torch.int64)
-            )
+            return replace(factors, columns=columns, rows=torch.empty(channels, dtype=torch.int64))
         shape = mixed, own, input_size
         dynamic = {name: torch.empty(shape) for name in ("x2w", "m2w") if layer.dynamic}
         return replace(factors, mixing=torch.empty(mixed, own), **dynamic)
@@ -188,7 +196,7 @@ def _moments(
     """Mean and covariance of the contexts; about zero where no bias can take the mean up."""
     if contexts is None:
         mean = forms.bias.flatten()
-        covariance = torch.block_diag(*(forms.value @ forms.value.mT))
+        covariance = _block_diagonal(forms.value @ forms.value.mT)
     else:
         mean, covariance = (
             part.to(forms.value.dtype).to(forms.value.device)
@@ -207,15 +215,22 @@ def _turned(
     ``turn`` makes a head's contexts white, so that its singular values are what each says.
     """
     heads, width, _ = forms.value.shape
-    blocks = covariance.unflatten(0, (heads, width)).unflatten(2, (heads, width))
+    blocks = covariance.view(heads, width, heads, width)
     own = torch.stack([blocks[h, :, h] for h in range(heads)])
     values, vectors = torch.linalg.eigh(own)
     largest = values[:, -1:].clamp(min=torch.finfo(values.dtype).tiny)
     roots = torch.maximum(values, EIGENVALUE_FLOOR * largest).sqrt()
     root, inverse = (vectors * roots[:, None] @ vectors.mT, vectors / roots[:, None] @ vectors.mT)
     left, singular, right = torch.linalg.svd(root @ forms.output, full_matrices=False)
-    turn = torch.block_diag(*(left.mT @ inverse))
-    return turn, (singular[..., None] * right).flatten(0, 1)
+    return _block_diagonal(left.mT @ inverse), (singular[..., None] * right).flatten(0, 1)
+
+
+def _block_diagonal(blocks: Float[Tensor, "h e e"]) -> Float[Tensor, "c c"]:
+    heads, width, _ = blocks.shape
+    whole = blocks.new_zeros(heads, width, heads, width)
+    each = torch.arange(heads, device=blocks.device)
+    whole[each, :, each] = blocks
+    return whole.view(heads * width, heads * width)
 
 
 def _eliminate(
@@ -237,7 +252,7 @@ def _refit(
 ) -> tuple[Float[Tensor, "n o"], Float[Tensor, "n n"]]:
     """Least squares of the whole output on the channels kept, near the weights that they had."""
     own = gram[kept][:, kept]
-    floor = len(own) * torch.finfo(gram.dtype).eps * gram.diagonal().max()
+    floor = RIDGE * gram.diagonal().max()
     eye = torch.eye(len(own), dtype=gram.dtype, device=gram.device)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(own + floor * eye))
     return inverse @ (gram[kept] @ weights + floor * weights[kept]), inverse

@@ -188,11 +188,11 @@ class AttentionSite:
         def read(tensor: Tensor) -> Tensor:
             return tensor.detach().to(device, torch.float64)
 
-        value = read(self.value.weight).unflatten(0, (self.num_heads, -1))
+        value = read(self.value.weight).view(self.num_heads, self.head_dim, -1)
         bias = value.new_zeros(value.shape[:2])
         if self.value.bias is not None:
             bias = read(self.value.bias).view_as(bias)
-        output = read(self.output.weight).T.unflatten(0, (self.num_heads, -1))
+        output = read(self.output.weight).T.reshape(self.num_heads, self.head_dim, -1)
         has_bias = self.output.bias is not None
         return ValueForms(value, bias, output, read(self.output.bias) if has_bias else None)
 

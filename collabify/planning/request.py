@@ -1,30 +1,27 @@
-"""What a conversion will do, checked before anything is touched: options, layers, ranks, counts."""
+"""What a conversion does to queries and keys, checked before anything is touched."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from collabify.config import ConversionConfig, Form, LayerConfig
 from collabify.decompose.budget import pooled_strengths, ranks_for_error, ranks_within
 from collabify.decompose.head_svd import head_triplets
-from collabify.errors import (
-    AlreadyConvertedError,
-    LayerError,
-    NonFiniteError,
-    OptionError,
-    RankError,
-    UnsupportedModelError,
-)
+from collabify.errors import OptionError, RankError
 from collabify.forms import HeadForms
-from collabify.models import AttentionSite, find_attention
-from collabify.results import ParameterCount
+from collabify.models import AttentionSite
 
-Method = Literal["cp", "tucker", "head-svd"]
+Method = Literal["cp", "tucker", "head-svd", "talking-heads"]
 Solver = Literal["factored", "tensorly"]
-FORM_OF: dict[str, Form] = {"cp": "collaborative", "tucker": "tucker", "head-svd": "collaborative"}
+Projections = Literal["logits", "weights", "both"]
+FORM_OF: dict[str, Form] = {
+    "cp": "collaborative",
+    "tucker": "tucker",
+    "head-svd": "collaborative",
+    "talking-heads": "talking-heads",
+}
 
 
 @dataclass(frozen=True)
@@ -47,11 +44,17 @@ class Request:
     iterations: int
     tolerance: float
     multiple: int
+    base_heads: int | None = None
+    base_width: int | None = None
+    projections: Projections | None = None
+    dynamic: bool = False
+    values_alone: bool = False
 
     def __post_init__(self) -> None:
         sizes = {"dk": self.dk, "kept": self.kept, "error": self.error}
         given = [name for name, value in sizes.items() if value is not None]
-        if len(given) != 1:
+        optional = self.values_alone or self.method == "talking-heads"
+        if len(given) > 1 or not (given or optional):
             raise OptionError(
                 f"{' and '.join(given) or 'no size'} given, exactly one of --dk, --kept and "
                 "--error must be. Say how small the model is to be in one way."
@@ -75,17 +78,38 @@ class Request:
                 f"head_rank={self.head_rank} goes with method='tucker' only, not {self.method!r}. "
                 "Leave out --head-rank or use --method tucker."
             )
-        if self.solver == "tensorly" and self.method == "head-svd":
+        if self._tensorly and self.method in ("head-svd", "talking-heads"):
             raise OptionError(
-                "solver='tensorly' has no method 'head-svd', which needs none. Leave out --solver."
+                f"solver='tensorly' has no method {self.method!r}. Leave out --solver."
             )
-        if isinstance(self.channels, int) and (self.method == "tucker" or self._tensorly):
+        for name, value in self._of_talking_heads().items():
+            if value and self.method != "talking-heads":
+                raise OptionError(
+                    f"{name}={value} goes with method='talking-heads' only, not {self.method!r}. "
+                    f"Leave out --{name.replace('_', '-')} or use --method talking-heads."
+                )
+        few = self.method in ("tucker", "talking-heads") or self._tensorly
+        if isinstance(self.channels, int) and few:
             raise OptionError(
                 f"channels={self.channels} goes with method='cp' or 'head-svd' "
                 "and our solver only. Leave out --channels."
             )
 
+    def _of_talking_heads(self) -> dict[str, object]:
+        return {
+            "base_heads": self.base_heads,
+            "base_width": self.base_width,
+            "projections": self.projections,
+            "dynamic": self.dynamic,
+        }
+
     def _check_numbers(self) -> None:
+        for name in ("base_heads", "base_width"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OptionError(
+                    f"{name}={value} must be at least 1. Raise --{name.replace('_', '-')}."
+                )
         if isinstance(self.channels, int) and self.channels < 1:
             raise OptionError(f"channels={self.channels} must be at least 1. Raise --channels.")
         if isinstance(self.channels, str) and self.channels != "all":
@@ -125,20 +149,21 @@ class Request:
         ------
         RankError, OptionError
         """
-        if self.dk is not None:
+        if not self.chooses:
             self.plan(sites)
-        if self.error is not None and (self.head_rank is not None or self._tensorly):
+        apart = self.head_rank is not None or self._tensorly or self.method == "talking-heads"
+        if self.error is not None and apart:
             raise OptionError(
-                f"error={self.error} goes with our solver and without head_rank only: ranks are "
-                "chosen by what a head-SVD would err, which those need not reach. "
-                "Use --dk, or leave out --head-rank and --solver."
+                f"error={self.error} goes with our solver of cp, tucker and head-svd and without "
+                "head_rank only: ranks are chosen by what a head-SVD would err, which others need "
+                "not reach. Use --dk, or leave out --head-rank and --solver."
             )
         if self.kept is None:
             return
-        if self.method == "tucker":
+        if self.method in ("tucker", "talking-heads"):
             raise OptionError(
-                "kept goes with methods whose parameters grow evenly with the rank, not 'tucker'. "
-                "Use --dk or --error."
+                "kept goes with methods whose parameters grow evenly with the rank, not "
+                f"{self.method!r}. Use --dk."
             )
         before = sum(site.query_key_parameters for site in sites)
         smallest = [min(-(-8 // self.multiple) * self.multiple, site.full_rank) for site in sites]
@@ -174,8 +199,8 @@ class Request:
         RankError
             Where a size does not fit a layer, or an error cannot be kept.
         """
-        ranks = [self.dk or 0] * len(sites)
-        if self.dk is None:
+        ranks = [self._given(site) for site in sites]
+        if self.chooses:
             if forms is None:
                 raise ValueError("choosing ranks takes the heads")
             heads = [forms[site.index] for site in sites]
@@ -184,8 +209,36 @@ class Request:
             tuple(self._layer(site, rank) for site, rank in zip(sites, ranks, strict=True))
         )
 
+    @property
+    def chooses(self) -> bool:
+        """Whether ranks are chosen across layers."""
+        return self.kept is not None or self.error is not None
+
+    def _given(self, site: AttentionSite) -> int:
+        """The rank asked for, or all there is."""
+        if self.method != "talking-heads":
+            return self._largest(site) if self.dk is None else self.dk
+        base = self._base_heads(site) or site.num_heads
+        if self.dk is None:
+            return base * (self.base_width or site.head_dim)
+        width = self.base_width or -(-self.dk // base)
+        if self.dk != base * width:
+            raise RankError(
+                f"dk={self.dk} must be {base * width} for {base} base heads of {width}. Change "
+                "--dk, --base-heads or --base-width."
+            )
+        return self.dk
+
+    def _base_heads(self, site: AttentionSite) -> int | None:
+        """How many base heads are mixed; ``None``: they are the heads, and there is no P_l."""
+        if self.method != "talking-heads" or self.projections == "weights":
+            return None
+        return self.base_heads or site.num_heads
+
     def is_exact(self, site: AttentionSite, rank: int) -> bool:
         """Whether a layer of this rank is the original."""
+        if self._base_heads(site) not in (None, site.num_heads):
+            return False
         factored = self.solver == "factored" and self.head_rank is None
         return factored and self.channels is None and rank == self._largest(site)
 
@@ -202,15 +255,23 @@ class Request:
                 f"head_rank={self.head_rank} must be between 1 and {heads}, the heads of "
                 f"{site.name!r}. Change --head-rank, or leave it out for a core per head."
             )
-        form = FORM_OF[self.method]
-        return LayerConfig(site.index, form, rank, self.head_rank, self._channels(site, rank))
+        return LayerConfig(
+            site.index,
+            FORM_OF[self.method],
+            rank,
+            self.head_rank,
+            self._channels(site, rank),
+            self._base_heads(site),
+            dynamic=self.dynamic,
+        )
 
     def _largest(self, site: AttentionSite) -> int:
         return min(site.full_rank, site.width) if self.method == "tucker" else site.full_rank
 
     def _channels(self, site: AttentionSite, rank: int) -> int | None:
         """Channels that a head keeps: with its content bias as wide as its values, if that fits."""
-        if self.method == "tucker" or self._tensorly or self.channels == "all":
+        shared = self.method in ("cp", "head-svd")
+        if not shared or self._tensorly or self.channels == "all":
             return None
         if isinstance(self.channels, int):
             if self.channels * site.num_heads < rank:
@@ -305,73 +366,3 @@ def _strengths(
         for site, heads in zip(sites, forms, strict=True)
     ]
     return [values for values, _ in found], sum(beyond for _, beyond in found)
-
-
-def select(
-    sites: Sequence[AttentionSite], layers: Sequence[int] | None
-) -> tuple[AttentionSite, ...]:
-    """The layers asked for, in the model's order, of a model that was not converted before.
-
-    Raises
-    ------
-    LayerError, AlreadyConvertedError
-        Where a layer is not there, or has a shared form.
-    UnsupportedModelError
-        Where accelerate has placed the model's parts.
-    """
-    for index in layers or ():
-        if not 0 <= index < len(sites):
-            raise LayerError(
-                f"layer={index} must be between 0 and {len(sites) - 1}: "
-                f"the model has {len(sites)} distinct attention layers. Change --layer."
-            )
-    chosen = tuple(site for site in sites if layers is None or site.index in layers)
-    if not chosen:
-        raise LayerError(f"layers={layers!r} must name at least one layer. Leave it out for all.")
-    for site in sites:
-        if hasattr(site.module, "_hf_hook") or site.query.weight.is_meta:
-            raise UnsupportedModelError(
-                f"{site.name!r} was placed by accelerate (device_map), whose hooks run the old "
-                "attention. Load the model on one device, convert it, save it, and place that."
-            )
-        if site.converted:
-            raise AlreadyConvertedError(
-                f"{site.name!r} was converted before. Take the original model instead."
-            )
-    return chosen
-
-
-def check_finite(model: nn.Module) -> None:
-    """Refuse a model with NaN or infinite weights, and name the first.
-
-    Raises
-    ------
-    NonFiniteError
-    """
-    for name, parameter in model.named_parameters():
-        bad = int((~torch.isfinite(parameter)).sum())
-        if bad:
-            raise NonFiniteError(
-                f"{bad} of the {parameter.numel()} numbers of {name!r} are NaN or infinite; "
-                "all must be finite. "
-                "Take a checkpoint from before training diverged."
-            )
-
-
-def count(
-    model: nn.Module, sites: Sequence[AttentionSite], plan: ConversionConfig
-) -> tuple[ParameterCount, ParameterCount, ParameterCount]:
-    """Parameters of query-key, attention and the whole model before and after."""
-    everything = find_attention(model)
-    query_key = sum(site.query_key_parameters for site in everything)
-    value_output = sum(site.value_output_parameters for site in everything)
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    change = 0
-    for site, layer in zip(sites, plan.layers, strict=True):
-        after = site.empty_factors(layer).num_parameters + site.num_heads * site.width
-        change += after - site.query_key_parameters
-    return (
-        ParameterCount(query_key, query_key + change),
-        ParameterCount(query_key + value_output, query_key + value_output + change),
-        ParameterCount(whole, whole + change),
-    )

@@ -1,0 +1,16 @@
+"""What a conversion will do, checked before anything is touched: options, layers, ranks, counts."""
+
+from collabify.planning.layers import check_finite, count, select
+from collabify.planning.request import Method, Projections, Request, Solver
+from collabify.planning.values import ValueRequest
+
+__all__ = [
+    "Method",
+    "Projections",
+    "Request",
+    "Solver",
+    "ValueRequest",
+    "check_finite",
+    "count",
+    "select",
+]
