@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from collabify.config import LayerConfig
-from collabify.decompose import BlockFactors, Factors, ValueFactors
+from collabify.decompose import Factors, ValueFactors
 
 VARIANCE = 1e-2
 
@@ -23,18 +24,19 @@ T = TypeVar("T", Factors, ValueFactors)
 
 def drawn(factors: T, layer: LayerConfig, seed: int) -> T:
     """The factors with what depends on tokens, where the layer is to have it."""
-    mixing = cast(Any, factors).mixing if layer.dynamic else None
+    if not layer.dynamic:
+        return factors
+    whole: Any = factors
+    mixing: Tensor | None = whole.mixing
     if mixing is None:
         return factors
     is_value = isinstance(factors, ValueFactors)
-    source = factors.value if isinstance(factors, ValueFactors) else factors.query
+    width = (whole.value if is_value else whole.query).shape[1]
     generator = torch.Generator().manual_seed(seed + 2 * layer.index + is_value)
-    shape = (*mixing.shape, source.shape[1])
-    spread = (VARIANCE / (shape[1] * shape[2])) ** 0.5
-    terms = [
-        (spread * torch.randn(shape, generator=generator, dtype=torch.float64)).to(mixing)
+    spread = (VARIANCE / (mixing.shape[1] * width)) ** 0.5
+    terms = (
+        (spread * torch.randn(*mixing.shape, width, generator=generator)).to(mixing)
         for _ in range(2)
-    ]
+    )
     names = ("x2w", "m2w") if is_value else ("x2l", "m2l")
-    added: dict[str, Any] = dict(zip(names, terms, strict=True))
-    return replace(factors, **added)  # type: ignore[type-var]
+    return cast(T, replace(whole, **dict(zip(names, terms, strict=True))))

@@ -19,10 +19,11 @@ every_kernel = pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 
 # Parameters by name, independent of the adapters.
 QUERY_KEY = re.compile(
-    r"attention\.(self\.)?((query|key|[qk]_lin|[qk]_proj)\.(weight|bias)|mixing|core)$"
+    r"attention\.(self\.)?((query|key|[qk]_lin|[qk]_proj)\.(weight|bias)|(logits_)?mixing|core)$"
 )
 VALUE_OUTPUT = re.compile(
     r"attention\.((self\.)?(value|v_lin|v_proj)|(output\.)?dense|out_lin|o_proj)\.(weight|bias)$"
+    r"|weights_mixing$"
 )
 
 
@@ -54,8 +55,18 @@ def calls(model: Any, batch: dict[str, Tensor]) -> list[tuple[Any, Tensor, Tenso
     return seen
 
 
+def changed(form: str, name: str) -> bool:
+    """Whether a conversion makes this parameter anew."""
+    values = {"dv", "value_heads"} & LOW[form].keys()
+    return bool(QUERY_KEY.search(name) or (values and VALUE_OUTPUT.search(name)))
+
+
 def mixing_of(module: Any) -> Tensor:
     """Weights of all shared channels, head by head."""
+    if hasattr(module, "logits_mixing"):
+        base = torch.eye(HEADS) if module.logits_mixing is None else module.logits_mixing
+        width = getattr(module, module.layout.query).out_features // base.shape[1]
+        return torch.stack([weight for weight in base.T for _ in range(width)], dim=1).double()
     if module.channels is None:
         return module.mixing
     whole = torch.zeros(HEADS, LOW_RANK, dtype=module.mixing.dtype)
@@ -85,8 +96,14 @@ def slow_probs(site: Any, x: Tensor, scale: float, allowed: Tensor) -> Tensor:
 
 def slow_output(site: Any, x: Tensor, probs: Tensor) -> Tensor:
     """What the module makes of the probabilities."""
-    value = site.value(x).unflatten(-1, (HEADS, -1))
-    context = torch.einsum("bhts,bshe->bthe", probs, value).flatten(2)
+    value, module = site.value(x), site.module
+    if module.weights_mixing is not None:
+        probs = torch.einsum("vh,bhts->bvts", module.weights_mixing, probs)
+    owner = [n // (value.shape[-1] // probs.shape[1]) for n in range(value.shape[-1])]
+    if module.context_rows is not None:
+        owner = (module.context_rows // site.head_dim).tolist()
+    channels = [probs[:, h] @ value[..., n, None] for n, h in enumerate(owner)]
+    context = torch.cat(channels, dim=-1)
     if "Albert" in type(site.module).__name__:
         return site.module.LayerNorm(x + site.output(context))
     return context if site.name.endswith(".self") else site.output(context)
@@ -146,8 +163,8 @@ def test_low_rank_is_what_its_factors_say(name: str, form: str) -> None:
         assert_close(run(model, batch), after, "exact")
     for site, original, layer in zip(find_attention(model), forms, report.layers, strict=True):
         assert site.module.scaling == original.scale == tiny.head_dim**-0.5
-        assert site.query.weight.shape == (LOW_RANK, site.width)
-        assert torch.equal(site.key.weight[LOW_RANK:], original.content)
+        assert site.query.weight.shape == (layer.rank, site.width)
+        assert torch.equal(site.key.weight[layer.rank :], original.content)
         assert layer.relative_error is not None
         assert 0.01 < layer.relative_error < 1
 
@@ -239,12 +256,12 @@ def test_everything_else_stays_the_same_object(name: str, form: str) -> None:
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     buffers = dict(model.named_buffers())
     convert(model, **LOW[form])
-    kept = {key: p for key, p in model.named_parameters() if not QUERY_KEY.search(key)}
-    assert kept.keys() == {key for key in parameters if not QUERY_KEY.search(key)}
+    kept = {key: p for key, p in model.named_parameters() if not changed(form, key)}
+    assert kept.keys() == {key for key in parameters if not changed(form, key)}
     assert all(parameters[key] is p for key, p in kept.items())
     after = dict(model.named_buffers())
     assert all(after[key] is buffer for key, buffer in buffers.items())
-    replaced = re.compile(r"\.(query|key|[qk]_lin|[qk]_proj)$")
+    replaced = re.compile(r"\.(query|key|value|[qkv]_lin|[qkv]_proj)$")
     for key, module in model.named_modules():
         assert modules[key] is module or replaced.search(key), key
 
@@ -258,7 +275,7 @@ def test_every_factor_matters(name: str, form: str) -> None:
     with torch.no_grad():
         before = run(model, batch)
         for label, factor in factors(model).items():
-            rows = factor.split(LOW_RANK) if ".key" in label else (factor,)  # content apart
+            rows = factor.split([len(factor) - HEADS, HEADS]) if ".key" in label else (factor,)
             for part in rows:
                 kept = part.clone()
                 part += 0.3 * torch.randn_like(part)

@@ -174,6 +174,10 @@ def test_some_layers_only(tmp_path: Path) -> None:
 
 OWN = dict.fromkeys(("cp", "cp-all", "head-svd"), ("mixing",)) | {"tucker": ("core",)}
 OWN |= {"tucker-heads": ("mixing", "core")}
+OWN |= {"talking-heads": ("logits_mixing", "weights_mixing", "value.weight")}
+OWN |= {"talking-weights": ("weights_mixing", "value.bias")}
+OWN |= {"values": ("mixing", "value_columns", "context_rows", "value.weight")}
+OWN |= {"value-heads": ("mixing", "weights_mixing")}
 
 
 @pytest.mark.parametrize(

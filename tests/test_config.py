@@ -40,6 +40,10 @@ def test_record_names_its_writer_and_version() -> None:
         "rank": 11,
         "head_rank": 2,
         "channels": None,
+        "base_heads": None,
+        "values": None,
+        "value_heads": None,
+        "dynamic": False,
     }
 
 
@@ -89,6 +93,6 @@ def test_record_without_layers_is_refused() -> None:
 
 
 def test_unknown_form_is_refused() -> None:
-    message = r"^form='tensor-train' must be one of collaborative, tucker for layer 4\. Install"
+    message = r"^form='tensor-train' must be one of collaborative, tucker, talking-heads for layer 4\. Install"
     with pytest.raises(CheckpointError, match=message):
         ConversionConfig.from_dict(record(layers=[layer(form="tensor-train")]))

@@ -12,13 +12,14 @@ from tiny_models import HEAD_DIM, HEADS, TINY
 from tolerances import TOLERANCES
 
 from collabify import convert, find_attention, heal
-from collabify.conversion import share, whitenings
+from collabify.conversion import share
 from collabify.data import load_calibration
 from collabify.drift import measure_drift
 from collabify.drift import shadow as shadow_of
 from collabify.errors import OptionError, RankError, UnsupportedModelError
 from collabify.planning import Request
 from collabify.sensitivity import SMALLEST, sensitivities
+from collabify.spaces import calibrate
 
 
 @pytest.mark.parametrize("name", ["bert", "albert", "vit"])
@@ -89,8 +90,8 @@ def test_a_layer_whose_attention_changes_nothing_is_not_sensitive() -> None:
     before = {name: p.clone() for name, p in model.state_dict().items()}
     data = load_calibration("synthetic", model.config, samples=32, max_length=11)
     sites = find_attention(model)
-    spaces = whitenings(model, sites, data, None)
-    found = sensitivities(model, sites, spaces, data.batches)
+    spaces = calibrate(model, sites, data, None)
+    found = sensitivities(model, sites, spaces.inputs, data.batches)
     assert found == [SMALLEST, 1.0]
     assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
     options = {"kept": 0.7, "multiple": 1, "dry_run": True}
@@ -121,7 +122,7 @@ def test_sequential_calibrates_each_layer_on_the_converted_ones_before_it() -> N
     # The second layer as converted alone on the states that the first one now gives.
     half = TINY["bert"].build()
     convert(half, layers=[0], **options)
-    spaces = whitenings(half, find_attention(half)[1:], data, None)
+    spaces = calibrate(half, find_attention(half)[1:], data, None)
     request = Request(4, None, None, "cp", None, None, "factored", 200, 1e-4, 8)
     site = find_attention(half)[1]
     factors, _, alone = share(site, request.plan([site]).layers[0], spaces, request, 0, None)
@@ -215,8 +216,8 @@ def test_sensitivities_do_not_depend_on_half_precision() -> None:
     for dtype in (torch.float32, torch.float16):
         again = copy.deepcopy(model).to(dtype)
         data = load_calibration("synthetic", again.config, samples=32, max_length=11)
-        spaces = whitenings(again, find_attention(again), data, None)
-        found.append(sensitivities(again, find_attention(again), spaces, data.batches))
+        spaces = calibrate(again, find_attention(again), data, None)
+        found.append(sensitivities(again, find_attention(again), spaces.inputs, data.batches))
     assert found[1] == pytest.approx(found[0], rel=0.2)
 
 
@@ -229,7 +230,9 @@ def test_sensitivities_do_not_depend_on_half_precision() -> None:
     ],
 )
 def test_an_error_that_cannot_be_promised_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match=r"error=0\.1 goes with our solver and without head_rank"):
+    with pytest.raises(
+        OptionError, match=r"error=0\.1 goes with our solver of cp, tucker and head-svd"
+    ):
         convert(TINY["bert"].build(), error=0.1, calibration="none", **options)
 
 

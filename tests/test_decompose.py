@@ -14,6 +14,7 @@ from tolerances import TOLERANCES, assert_close
 
 from collabify.config import Form, LayerConfig
 from collabify.decompose import (
+    BlockFactors,
     CPFactors,
     Decomposition,
     Factors,
@@ -23,7 +24,8 @@ from collabify.decompose import (
     fit_head_svd,
     fit_tucker,
 )
-from collabify.decompose.cp import WINDOW, balance
+from collabify.decompose.als import WINDOW
+from collabify.decompose.cp import balance
 from collabify.decompose.oracle import as_tensorly, fit_cp_tensorly, fit_tucker_tensorly
 from collabify.forms import HeadForms
 
@@ -113,6 +115,9 @@ def random_factors(kind: str, generator: torch.Generator) -> Factors:
     query, key = randn(generator, 7, QUERY_SIZE), randn(generator, 7, KEY_SIZE)
     if kind == "cp":
         return CPFactors(query, key, randn(generator, HEADS, 7))
+    if kind == "blocks":
+        query, key = randn(generator, 8, QUERY_SIZE), randn(generator, 8, KEY_SIZE)
+        return BlockFactors(query, key, randn(generator, HEADS, 2), HEADS)
     key = randn(generator, 11, KEY_SIZE)  # nothing in the form wants both ranks equal
     if kind == "tucker":
         return TuckerFactors(query, key, randn(generator, HEADS, 7, 11))
@@ -122,7 +127,7 @@ def random_factors(kind: str, generator: torch.Generator) -> Factors:
 # --- the factors -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["cp", "tucker", "tucker-heads"])
+@pytest.mark.parametrize("kind", ["cp", "blocks", "tucker", "tucker-heads"])
 def test_factors_need_no_stack(kind: str, forms: HeadForms, generator: torch.Generator) -> None:
     """Norms, errors, logits and tensorly's own reconstruction, against a slow dense stack."""
     factors, truth = random_factors(kind, generator), forms.dense()
@@ -130,6 +135,8 @@ def test_factors_need_no_stack(kind: str, forms: HeadForms, generator: torch.Gen
     for head in range(HEADS):
         if kind == "cp":
             core = torch.diag(factors.mixing[head])
+        elif kind == "blocks":
+            core = torch.diag(factors.mixing[head][[0, 0, 0, 0, 1, 1, 1, 1]])
         elif kind == "tucker":
             core = factors.core[head]
         else:

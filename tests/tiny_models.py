@@ -33,7 +33,7 @@ FORMS: Mapping[str, dict[str, Any]] = {
 LOWER: Mapping[str, dict[str, Any]] = {
     "tucker-heads": {"head_rank": LOW_HEAD_RANK},
     "talking-heads": {"base_heads": 2, "value_heads": 2},
-    "talking-weights": {"dk": 9, "value_heads": 4, "dv": 20},
+    "talking-weights": {"dk": 9, "value_heads": 4, "dv": 12},
     "values": {"dv": 13},
     "value-heads": {"value_heads": 2},
 }
@@ -118,11 +118,14 @@ def sources(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def factors(model: Any) -> dict[str, nn.Parameter]:
-    """The parameters of a converted model's query-key parts, by name."""
+    """The parameters that a conversion made, by name."""
     found = {}
     for site in find_attention(model):
         parts = {"query": site.query.weight, "key": site.key.weight}
         parts |= dict(site.module.named_parameters(recurse=False))
+        if site.values_converted:
+            parts |= {f"value.{name}": part for name, part in site.value.named_parameters()}
+            parts |= {"output": site.output.weight}
         found |= {f"{site.name}.{name}": parameter for name, parameter in parts.items()}
     return found
 

@@ -1,6 +1,7 @@
 """Attention modules: the factorisations run forwards."""
 
 from collabify.attention.base import Layout, SharedAttention, replace_values, rewrite
+from collabify.attention.bilinear import GeneralBilinearAttention
 from collabify.attention.collaborative import CollaborativeAttention
 from collabify.attention.talking_heads import TalkingHeadsAttention
 from collabify.attention.tucker import TuckerAttention
@@ -9,6 +10,7 @@ from collabify.decompose.factors import BlockFactors, CPFactors, Factors, Tucker
 __all__ = [
     "FORMS",
     "CollaborativeAttention",
+    "GeneralBilinearAttention",
     "Layout",
     "SharedAttention",
     "TalkingHeadsAttention",

@@ -94,6 +94,41 @@ class SharedAttention(nn.Module):
         """Take the method's own parameters, all but the shared projections."""
 
     @abstractmethod
+    def factors(self) -> Factors:
+        """The factors that it computes with, as :meth:`set_factors` took them; gradients reach."""
+
+    @property
+    def content(self) -> Float[Tensor, "h j"]:
+        """The content bias of every head."""
+        weight: Tensor = getattr(self, self.layout.key).weight
+        return weight[self._rank :]
+
+    @property
+    def _projected(self) -> tuple[Float[Tensor, "r i"], Float[Tensor, "c j"]]:
+        """The shared projections without the content bias."""
+        query, key = (getattr(self, name) for name in (self.layout.query, self.layout.key))
+        return query.weight, key.weight[: self._rank]
+
+    @property
+    def _rank(self) -> int:
+        return int(getattr(self, self.layout.query).out_features)
+
+    def value_factors(self, output: nn.Linear) -> ValueFactors:
+        """The value side, with the output projection wherever the architecture keeps it."""
+        value = getattr(self, self.layout.value)
+        return ValueFactors(
+            value.weight,
+            value.bias,
+            output.weight,
+            output.bias,
+            self.value_columns,
+            self.context_rows,
+            self.weights_mixing,
+            self.x2w,
+            self.m2w,
+        )
+
+    @abstractmethod
     def scores(
         self, q: Float[Tensor, "b t r"], k: Float[Tensor, "b s m"]
     ) -> tuple[Float[Tensor, "b h t w"], Float[Tensor, "b h s w"]]:

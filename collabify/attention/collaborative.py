@@ -50,6 +50,11 @@ class CollaborativeAttention(SharedAttention):
             own = torch.arange(rank, rank + heads, device=factors.channels.device)[:, None]
             self.channels = torch.cat([factors.channels, own.expand(-1, width - kept)], dim=1)
 
+    def factors(self) -> CPFactors:
+        """Projections, mixing, and the channels that each head keeps."""
+        kept = None if self.channels is None else self.channels[:, : self.mixing.shape[1]]
+        return CPFactors(*self._projected, self.mixing, kept)
+
     def scores(
         self, q: Float[Tensor, "b t r"], k: Float[Tensor, "b s m"]
     ) -> tuple[Float[Tensor, "b h t w"], Float[Tensor, "b h s w"]]:

@@ -52,6 +52,10 @@ class TalkingHeadsAttention(SharedAttention):
         self._register("x2l", factors.x2l)
         self._register("m2l", factors.m2l)
 
+    def factors(self) -> BlockFactors:
+        """Projections of the base heads, and P_l."""
+        return BlockFactors(*self._projected, self.logits_mixing, self.heads, self.x2l, self.m2l)
+
     @property
     def needs_logits(self) -> bool:
         """With P_w, with terms of the tokens, and where base logits are faster than a kernel."""

@@ -39,6 +39,10 @@ class TuckerAttention(SharedAttention):
             "mixing", None if mixing is None else nn.Parameter(mixing.contiguous())
         )
 
+    def factors(self) -> TuckerFactors:
+        """Projections, cores and mixing."""
+        return TuckerFactors(*self._projected, self.core, self.mixing)
+
     def scores(
         self, q: Float[Tensor, "b t r"], k: Float[Tensor, "b s m"]
     ) -> tuple[Float[Tensor, "b h t w"], Float[Tensor, "b h s w"]]:

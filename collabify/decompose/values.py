@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from collabify.calibration import EIGENVALUE_FLOOR, Moments
 from collabify.config import LayerConfig
@@ -88,6 +88,23 @@ class ValueFactors:
     def num_parameters(self) -> int:
         """How many numbers they hold, the output's bias included."""
         return sum(t.numel() for t in self._tensors().values() if t.is_floating_point())
+
+    def dense(self, heads: int) -> tuple[Float[Tensor, "h i o"], Float[Tensor, "o"]]:
+        """What each of ``heads`` softmax heads makes of an input, and what is added to it all."""
+        if self.mixing is not None:
+            reads = self.mixing.T.repeat_interleave(len(self.value) // len(self.mixing), dim=1)
+        else:
+            width = len(self.value) // heads if self.columns is None else self.columns.shape[1]
+            place = torch.arange(len(self.value), device=self.value.device)
+            owner = (place if self.rows is None else self.rows) // width
+            reads = nn.functional.one_hot(owner, heads).T.to(self.value)
+        maps = torch.einsum("hn,ni,on->hio", reads, self.value, self.output)
+        bias = self.value.new_zeros(len(self.output))
+        if self.bias is not None:
+            bias = bias + self.output @ (reads.sum(0) * self.bias)
+        if self.output_bias is not None:
+            bias = bias + self.output_bias
+        return maps, bias
 
     def to(self, target: torch.dtype | torch.device) -> "ValueFactors":
         """The same in another dtype or on another device."""

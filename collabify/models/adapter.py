@@ -15,7 +15,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from collabify.attention import FORMS, Layout, SharedAttention, replace_values, rewrite
+from collabify.attention import (
+    FORMS,
+    GeneralBilinearAttention,
+    Layout,
+    SharedAttention,
+    replace_values,
+    rewrite,
+)
 from collabify.config import LayerConfig
 from collabify.decompose import Factors, ValueFactors, ValueForms, empty_factors, empty_values
 from collabify.errors import AlreadyConvertedError, UnsupportedModelError
@@ -195,6 +202,21 @@ class AttentionSite:
         output = read(self.output.weight).T.reshape(self.num_heads, self.head_dim, -1)
         has_bias = self.output.bias is not None
         return ValueForms(value, bias, output, read(self.output.bias) if has_bias else None)
+
+    def general_bilinear(self) -> GeneralBilinearAttention:
+        """The layer as general bilinear attention in float64, converted or not, exactly.
+
+        Without residual, norm and dropout, and without what mixing has on top for tokens.
+        """
+        if not isinstance(self.module, SharedAttention):
+            return GeneralBilinearAttention.of(self.read(), self.read_values())
+        shared = self.module
+        factors = shared.factors().to(torch.float64)
+        values = shared.value_factors(self.output).to(torch.float64)
+        with torch.no_grad():
+            return GeneralBilinearAttention.of_factors(
+                factors, shared.content.double(), values, shared.scaling
+            )
 
     def empty_factors(self, layer: LayerConfig) -> Factors:
         """Factors of the shapes that ``layer`` gives this site, on the meta device."""
