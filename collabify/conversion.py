@@ -191,6 +191,7 @@ def convert(
         base_width,
         projections,
         dynamic,
+        value_heads,
         of_values.asked,
     )
     _check_data(heal, calibration, sequential=sequential)

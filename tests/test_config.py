@@ -93,6 +93,7 @@ def test_record_without_layers_is_refused() -> None:
 
 
 def test_unknown_form_is_refused() -> None:
-    message = r"^form='tensor-train' must be one of collaborative, tucker, talking-heads for layer 4\. Install"
+    forms = "collaborative, tucker, talking-heads"
+    message = rf"^form='tensor-train' must be one of {forms} for layer 4\. Install"
     with pytest.raises(CheckpointError, match=message):
         ConversionConfig.from_dict(record(layers=[layer(form="tensor-train")]))

@@ -71,7 +71,7 @@ class GeneralBilinearAttention(nn.Module):
         return HeadForms(eye.expand(heads, -1, -1), forms, content, self.scale)
 
     def forward(
-        self, x: Float[Tensor, "b t i"], mask: Float[Tensor, "b 1 t t"] | None = None
+        self, x: Float[Tensor, "b t i"], mask: Float[Tensor, "b 1 #t t"] | None = None
     ) -> tuple[Float[Tensor, "b t o"], Float[Tensor, "b h t t"]]:
         """Attend within ``x``; ``mask`` is added to the logits. Output and probabilities."""
         logits = torch.einsum("bti,hij,bsj->bhts", x, self.forms, x)

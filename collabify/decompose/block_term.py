@@ -82,7 +82,9 @@ def fit_block_term(
         errors += search.run(max(1, iterations - len(errors) - last), tolerance)[0]
     query, key, mixing, _ = search.state
     exact = Search(forms, query, key, mixing, width=width)
-    ended, converged = exact.run(last, tolerance)
+    ended, converged = [], True
+    if errors[-1] > exact.floor:
+        ended, converged = exact.run(last, tolerance)
     query, key, mixing, _ = exact.state
     factors = BlockFactors(query, key, mixing[:, ::width].contiguous(), forms.num_heads)
     return Decomposition(factors, (*errors, *ended), converged)

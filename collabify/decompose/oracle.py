@@ -19,7 +19,13 @@ from tensorly.decomposition import parafac, tucker
 from tensorly.tucker_tensor import TuckerTensor
 
 from collabify.decompose.cp import balance
-from collabify.decompose.factors import CPFactors, Decomposition, Factors, TuckerFactors
+from collabify.decompose.factors import (
+    BlockFactors,
+    CPFactors,
+    Decomposition,
+    Factors,
+    TuckerFactors,
+)
 from collabify.decompose.head_svd import fit_head_svd
 from collabify.decompose.tucker import fit_tucker
 from collabify.forms import HeadForms
@@ -80,6 +86,8 @@ def fit_tucker_tensorly(
 
 def as_tensorly(factors: Factors) -> CPTensor | TuckerTensor:
     """The factors in a container of tensorly's, modes ordered head, query side, key side."""
+    if isinstance(factors, BlockFactors):
+        factors = factors.as_cp
     if isinstance(factors, CPFactors):
         return CPTensor((None, [factors.mixing, factors.query.T, factors.key.T]))
     if not isinstance(factors, TuckerFactors):

@@ -269,7 +269,7 @@ def _refit(
 ) -> tuple[Float[Tensor, "n o"], Float[Tensor, "n n"]]:
     """Least squares of the whole output on the channels kept, near the weights that they had."""
     own = gram[kept][:, kept]
-    floor = RIDGE * gram.diagonal().max()
+    floor = RIDGE * gram.diagonal().max().clamp(min=torch.finfo(gram.dtype).tiny ** 0.5)
     eye = torch.eye(len(own), dtype=gram.dtype, device=gram.device)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(own + floor * eye))
     return inverse @ (gram[kept] @ weights + floor * weights[kept]), inverse

@@ -46,8 +46,9 @@ class Request:
     multiple: int
     base_heads: int | None = None
     base_width: int | None = None
-    projections: Projections | None = None
+    projections: str | None = None
     dynamic: bool = False
+    value_heads: int | None = None
     values_alone: bool = False
 
     def __post_init__(self) -> None:
@@ -88,11 +89,30 @@ class Request:
                     f"{name}={value} goes with method='talking-heads' only, not {self.method!r}. "
                     f"Leave out --{name.replace('_', '-')} or use --method talking-heads."
                 )
+        self._check_projections()
         few = self.method in ("tucker", "talking-heads") or self._tensorly
         if isinstance(self.channels, int) and few:
             raise OptionError(
                 f"channels={self.channels} goes with method='cp' or 'head-svd' "
                 "and our solver only. Leave out --channels."
+            )
+
+    def _check_projections(self) -> None:
+        choices = get_args(Projections)
+        if self.projections not in (None, *choices):
+            raise OptionError(
+                f"projections={self.projections!r} must be one of {', '.join(choices)}. "
+                "Change --projections."
+            )
+        if self.base_heads is not None and self.projections == "weights":
+            raise OptionError(
+                f"base_heads={self.base_heads} goes with a logits projection, and "
+                "projections='weights' has none. Use --projections both."
+            )
+        if self.value_heads is not None and self.projections == "logits":
+            raise OptionError(
+                f"value_heads={self.value_heads} goes with a weights projection, and "
+                "projections='logits' has none. Use --projections both."
             )
 
     def _of_talking_heads(self) -> dict[str, object]:
