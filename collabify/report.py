@@ -82,15 +82,34 @@ def _needed(spectrum: Spectrum, levels: Sequence[float]) -> str:
 def conversion_table(report: ConversionReport) -> tuple[list[str], list[list[str]]]:
     """Column heads and one row per converted layer."""
     heads = ["layer", "name", "rank", "", "per head", "error", "of weights", "sweeps", "seconds"]
+    has_values = any(layer.values is not None for layer in report.layers)
+    if has_values:
+        heads[5:5] = ["values", "error"]
     widest = max(layer.rank for layer in report.layers)
     rows = []
     for layer in report.layers:
-        cores = None if layer.head_rank is None else f"{layer.head_rank} cores"
         row = [str(layer.index), layer.name, str(layer.rank)]
-        row += ["█" * max(1, round(8 * layer.rank / widest))]
-        row += [cores or str(layer.channels or "all")]
-        rows.append([*row, *_outcome(layer)])
+        row += ["█" * max(1, round(8 * layer.rank / widest)), _read_by_head(layer)]
+        rows.append([*row, *(_values(layer) if has_values else ()), *_outcome(layer)])
     return heads, rows
+
+
+def _read_by_head(layer: LayerReport) -> str:
+    """What a head reads."""
+    if layer.head_rank is not None:
+        return f"{layer.head_rank} cores"
+    if layer.base_heads is not None:
+        return f"{layer.base_heads} base heads"
+    return str(layer.channels or "all")
+
+
+def _values(layer: LayerReport) -> list[str]:
+    """Channels of the values, and what they lose."""
+    if layer.values is None:
+        return ["-", "-"]
+    heads = "" if layer.value_heads is None else f" in {layer.value_heads} heads"
+    error = "-" if layer.value_error is None else f"{layer.value_error:.4f}"
+    return [f"{layer.values}{heads}", error]
 
 
 def _outcome(layer: LayerReport) -> list[str]:

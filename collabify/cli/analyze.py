@@ -10,6 +10,7 @@ from collabify.cli import common as options
 from collabify.cli.common import load_model, print_table, progress_bar, reported
 
 if TYPE_CHECKING:
+    from collabify.mixing import MixingReport
     from collabify.results import AnalysisReport
 
 
@@ -23,7 +24,11 @@ def analyze(
     ] = [0.9, 0.95, 0.99],  # noqa: B006 (typer copies it)
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the paper's Figure 1: .png, .svg or .pdf."),
+        typer.Option(
+            metavar="FILE",
+            help="Write a figure, .png, .svg or .pdf: the paper's Figure 1, or of a converted "
+            "model heat maps of its mixing.",
+        ),
     ] = None,
     calibration: options.Calibration = "synthetic",
     samples: options.Samples = 256,
@@ -37,13 +42,22 @@ def analyze(
     Counts the principal directions of the query-key products: of each head alone, of their sum W_Q
     W_Kᵀ, and of all heads together, which is what bounds a shared rank. Suggests a --dk for
     `collabify convert`.
+
+    Of a model that was converted, shows how its heads mix what they share.
     """
     from collabify.analysis import analyze as run
+    from collabify.mixing import is_converted, mixing_report
     from collabify.report import check_figure_path, save_figure
 
     if plot is not None:
         check_figure_path(plot)
     loaded, source = load_model(model, "auto", device)
+    if is_converted(loaded):
+        mixings = replace(
+            mixing_report(loaded, layers=layer), source=source.record, revision=source.revision
+        )
+        _print_mixings(mixings, plot, json=json)
+        return
     with progress_bar(quiet=json) as show:
         report = run(
             loaded,
@@ -63,6 +77,21 @@ def analyze(
         typer.echo(report.to_json())
     else:
         _print(report, plot)
+
+
+def _print_mixings(report: "MixingReport", plot: Path | None, *, json: bool) -> None:
+    if plot is not None:
+        from collabify.mixing_figure import save_mixing_figure
+
+        save_mixing_figure(report, plot)
+    if json:
+        typer.echo(report.to_json())
+        return
+    for mixing in report.mixings:
+        typer.echo(mixing.words())
+    typer.echo(report.reading())
+    if plot is not None:
+        typer.echo(f"Figure: {plot}")
 
 
 def _print(report: "AnalysisReport", plot: Path | None) -> None:

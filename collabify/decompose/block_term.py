@@ -82,7 +82,8 @@ def fit_block_term(
         errors += search.run(max(1, iterations - len(errors) - last), tolerance)[0]
     query, key, mixing, _ = search.state
     exact = Search(forms, query, key, mixing, width=width)
-    ended, converged = [], True
+    ended: list[float] = []
+    converged = True
     if errors[-1] > exact.floor:
         ended, converged = exact.run(last, tolerance)
     query, key, mixing, _ = exact.state
