@@ -2,12 +2,12 @@
 
     python benchmarks/talking_heads/values.py --glue FOLDER NAME=MODEL ... [--heal STEPS]
 
-Writes values.json; rows of models that are not named stay. NAME is minilm-l6 or dinov2-small. Values
-and outputs at 3/4 and 1/2 of their channels, queries and keys exact (head-svd of full width), with
-the weights alone, with as many channels for every head, and with channels chosen across heads; and
-both sides at once, at half of the queries and keys. Measured on input that was not calibrated on.
-Latency is that of the whole model over the original's on one held-out batch, interleaved, one
-thread.
+Writes values.json; rows of models that are not named stay. NAME is minilm-l6 or dinov2-small.
+Values and outputs at 3/4 and 1/2 of their channels, queries and keys exact (head-svd of full
+width), with the weights alone, with as many channels for every head, and with channels chosen
+across heads; and both sides at once, at half of the queries and keys. Measured on input that was
+not calibrated on. Latency is that of the whole model over the original's on one held-out batch,
+interleaved, one thread.
 """
 
 import argparse
