@@ -54,7 +54,7 @@ class CollabifyQuantizer(HfQuantizer):
             sites[layer.index].install_empty(layer)
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> Any:
-        """Leave an ordinary model, whose configuration still says what it is.
+        """Leave an ordinary model that still says what it is, and takes its record along.
 
         Raises
         ------
@@ -62,6 +62,7 @@ class CollabifyQuantizer(HfQuantizer):
             Where the checkpoint lacks a factor: transformers would make one up.
         """
         from collabify.models import find_attention
+        from collabify.storage import carry
 
         sites = find_attention(model)
         for layer in self.quantization_config.record.layers:
@@ -74,6 +75,7 @@ class CollabifyQuantizer(HfQuantizer):
         model.config.quantization_config = self.quantization_config.to_dict()
         for name in ("hf_quantizer", "quantization_method", "is_quantized"):
             model.__dict__.pop(name, None)
+        carry(model)
         return model
 
     def is_serializable(self) -> bool:

@@ -33,6 +33,7 @@ from collabify.results import (
 )
 from collabify.sensitivity import sensitivities
 from collabify.spectrum import layer_spectra
+from collabify.storage import carry
 
 SUGGESTION_ENERGY = 0.95  # relative error of the head-SVD, the floor of every method: 0.22
 
@@ -200,7 +201,7 @@ def convert(
     options |= {"calibration": given, "samples": samples, "max_length": max_length}
     options |= {"layers": [site.index for site in sites], "seed": seed, "multiple": multiple}
     options |= {"sequential": sequential}
-    return ConversionReport(
+    done = ConversionReport(
         method,
         solver,
         tuple(reports),
@@ -211,6 +212,9 @@ def convert(
         drift=drift,
         healing=healing,
     )
+    if not dry_run:
+        carry(model, done.to_dict())
+    return done
 
 
 def _check_data(steps: int | None, calibration: object, *, sequential: bool) -> None:
