@@ -13,7 +13,7 @@ from collabify.config import QUANT_METHOD, ConversionConfig
 from collabify.errors import CheckpointError, ModelNotFoundError, first_line
 from collabify.hub import CARD_FILE, CONFIG_FILE, RECORD_FILE, Content
 from collabify.modelcard import is_generated, model_card, public
-from collabify.storage.headers import INDEX_FILE, headers
+from collabify.storage.headers import INDEX_FILE, WEIGHTS_FILE, headers
 from collabify.storage.records import read_record
 from collabify.storage.source import Source
 from collabify.storage.writing import COMPANIONS
@@ -69,7 +69,7 @@ def package(folder: Path, repo: str) -> Package:
     found = {path for pattern in _PATTERNS for path in folder.glob(pattern) if path.is_file()}
     files: dict[str, Content] = {CONFIG_FILE: folder / CONFIG_FILE}
     files |= {name: folder / name for name in weights}
-    if len(weights) > 1 or INDEX_FILE in names:
+    if weights != (WEIGHTS_FILE,):
         files[INDEX_FILE] = folder / INDEX_FILE
     files |= {str(path.relative_to(folder)): path for path in sorted(found)}
     if record:
