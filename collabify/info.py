@@ -16,6 +16,7 @@ from collabify.results import finite
 from collabify.storage import (
     Headers,
     Source,
+    commit_of,
     conversion_of,
     headers,
     locate,
@@ -93,7 +94,7 @@ def describe(name: str, revision: str | None = None) -> ModelInfo:
     path = _config(source)
     config = parse_config(path)
     if not source.is_folder:
-        source = Source(name, name, path.parent.name)  # what the cache calls it: its commit
+        source = Source(name, name, commit_of(path))
     conversion = conversion_of(config)
     found: Headers = headers(source)
     return ModelInfo(

@@ -53,6 +53,7 @@ class Hub:
     log: list[str] = field(default_factory=list)  # "PUT /lfs/..." in order
     broken: dict[str, int] = field(default_factory=dict)  # beginning of a log line -> times to drop
     answers: dict[str, tuple[int, str]] = field(default_factory=dict)  # ... -> status and message
+    gated: set[str] = field(default_factory=set)
     url: str = ""
 
     def files(self, name: str, revision: str = "main") -> dict[str, bytes]:
@@ -153,6 +154,8 @@ class Handler(BaseHTTPRequestHandler):
         if repo is None or repo.kind != "model" or (repo.private and token != OWNER):
             status = 401 if token is None else 404
             raise RefusalError(status, "Repository not found", "RepoNotFound")
+        if name in self.hub.gated:
+            raise RefusalError(403, "Access to this model is restricted", "GatedRepo")
         if write and token != OWNER:
             raise RefusalError(403, "Forbidden: you need write access")
         return repo

@@ -67,8 +67,16 @@ def heal(
     """
     from collabify.healing import heal as run
     from collabify.healing import is_main_process, new_parameters
-    from collabify.storage import check_not_source, output_folder, read_record, resolved, versions
+    from collabify.storage import (
+        check_not_source,
+        output_folder,
+        read_record,
+        recover,
+        resolved,
+        versions,
+    )
 
+    recover(Path(model))
     target = _target(model, out)
     in_place = out is None or target == Path(model).resolve()
     with output_folder(target, overwrite=overwrite or in_place, keep=False):

@@ -7,7 +7,7 @@ with output_folder(out) as folder:
 
 from collabify.hub import RECORD_FILE as REPORT_FILE
 from collabify.storage.carried import carry, note
-from collabify.storage.folders import output_folder
+from collabify.storage.folders import output_folder, recover
 from collabify.storage.headers import Headers, headers
 from collabify.storage.loading import cast_to, check_device, find, load, quiet, read
 from collabify.storage.publishing import Package, conversion_of, package, parse_config
@@ -18,6 +18,7 @@ from collabify.storage.source import (
     Source,
     check_not_source,
     check_revision,
+    commit_of,
     locate,
     resolved,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "check_device",
     "check_not_source",
     "check_revision",
+    "commit_of",
     "conversion_of",
     "find",
     "headers",
@@ -49,6 +51,7 @@ __all__ = [
     "quiet",
     "read",
     "read_record",
+    "recover",
     "resolved",
     "save",
     "versions",

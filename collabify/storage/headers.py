@@ -109,7 +109,7 @@ def _remote(source: Source) -> Headers:
         raise ModelNotFoundError(
             f"{source.name!r} has no {WEIGHTS_FILE} on the Hub. Name a model with one."
         ) from error
-    except SafetensorsParsingError as error:
+    except (SafetensorsParsingError, AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"The weights of {source.name!r} on the Hub are damaged ({first_line(error)}). "
             "Push them again."

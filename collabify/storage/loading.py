@@ -96,6 +96,7 @@ def find(name: str, revision: str | None = None) -> tuple[Source, Any]:
     source = locate(name, revision)
     config = _load_config(source)
     source = replace(source, revision=_commit(source))
+    config._commit_hash = source.revision  # never saved; tokenizers are read at the same commit
     _check_config(name, config)
     return source, config
 

@@ -85,6 +85,11 @@ def resolved(name: str | None) -> str | None:
     return name if not Path(path).exists() else f"{Path(path).resolve()}{colon}{rest}"
 
 
+def commit_of(file: Path) -> str | None:
+    """The commit that a file in the Hub's cache belongs to; ``None`` of any other file."""
+    return file.parent.name if file.parent.parent.name == "snapshots" else None
+
+
 def check_not_source(out: Path, name: str) -> None:
     """Refuse to write a converted model over the model that it comes from.
 
