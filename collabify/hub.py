@@ -4,7 +4,7 @@ Everything is uploaded first, and then appears in one commit: a repository never
 whatever breaks off. What was uploaded is not sent again by the next try.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -140,7 +140,7 @@ def push(
     check_request(revision, create_pr=create_pr)
     check_ready(repo)
     api = HfApi(library_name="collabify")
-    with told(repo):
+    with told(repo, "what was uploaded is not sent twice"):
         made = api.create_repo(repo, private=private or None, exist_ok=True)
         if made.repo_type != "model":
             raise HubError(
@@ -151,13 +151,17 @@ def push(
                 f"{repo!r} is there already, and everybody can see it. "
                 "Make it private on its page, choose another name, or leave out --private."
             )
-        if revision is not None and not revision.startswith("refs/"):
-            api.create_branch(repo, branch=revision, exist_ok=True)
+        is_new = revision is not None and _make_branch(api, repo, revision)
         there = api.model_info(repo, revision=revision)
         names = [sibling.rfilename for sibling in there.siblings or ()]
-        if not create_pr:
-            _check_ours(repo, names)
-        if card == "generated" and CARD_FILE in names and _edited(repo, there.sha):
+        is_another = CONFIG_FILE in names and RECORD_FILE not in names
+        if is_another and not (is_new or create_pr):
+            raise HubError(
+                f"{repo!r} holds a model that collabify did not make. Choose another name, a new "
+                "branch (--revision), or propose it in a pull request: --create-pr"
+            )
+        theirs = card == "generated" and CARD_FILE in names and not is_another
+        if theirs and _edited(repo, there.sha):
             files = {name: content for name, content in files.items() if name != CARD_FILE}
             card = "hub"
         old = [name for name in names if _is_weight(name) and name not in files]
@@ -211,13 +215,16 @@ def download(
             return None
 
 
-def _check_ours(repo: str, names: Sequence[str]) -> None:
-    """Refuse to put a model over another one that collabify did not make."""
-    if CONFIG_FILE in names and RECORD_FILE not in names:
-        raise HubError(
-            f"{repo!r} holds a model that collabify did not make. Choose another name, or propose "
-            "it in a pull request: --create-pr"
-        )
+def _make_branch(api: HfApi, repo: str, branch: str) -> bool:
+    """Make a branch where there is none; whether it was."""
+    try:
+        api.model_info(repo, revision=branch)
+    except RevisionNotFoundError:
+        if branch.startswith("refs/"):
+            raise
+        api.create_branch(repo, branch=branch, exist_ok=True)
+        return True
+    return False
 
 
 def _edited(repo: str, commit: str | None) -> bool:
@@ -231,14 +238,22 @@ def _is_weight(name: str) -> bool:
 
 
 @contextmanager
-def told(repo: str) -> Iterator[None]:
-    """Within: errors of huggingface_hub become a :class:`HubError` that says what to do."""
+def told(repo: str, promise: str = "") -> Iterator[None]:
+    """Within: errors of huggingface_hub become a :class:`HubError` that says what to do.
+
+    Parameters
+    ----------
+    repo
+        ``user/name``.
+    promise
+        What running the same command again is like, after a connection that broke.
+    """
     try:
         yield
     except CollabifyError:
         raise
     except (OSError, RuntimeError, ValueError, _HTTPError) as error:
-        raise HubError(_reason(error, repo)) from error
+        raise HubError(_reason(error, repo, promise)) from error
 
 
 # What httpx raises, whichever of its versions huggingface_hub has.
@@ -261,6 +276,11 @@ def known_reason(error: BaseException, repo: str) -> str | None:
                 f"{repo!r} is not in the cache, and HF_HUB_OFFLINE is set. "
                 "Unset it, or download the model first."
             )
+        if isinstance(each, HFValidationError):
+            return (
+                f"{repo!r} is no folder here, and no name on the Hub ({first_line(each)}). "
+                "Check its spelling."
+            )
         if isinstance(each, RevisionNotFoundError):
             return f"{repo!r} has no such branch, tag or commit. Change --revision."
         if isinstance(each, GatedRepoError):
@@ -277,13 +297,13 @@ def known_reason(error: BaseException, repo: str) -> str | None:
     return None
 
 
-def _reason(error: BaseException, repo: str) -> str:
+def _reason(error: BaseException, repo: str, promise: str) -> str:
     """As :func:`known_reason`; what it does not know is a connection that broke."""
     *_, last = _causes(error)
     return known_reason(error, repo) or (
         f"The connection to {constants.ENDPOINT} broke off at {repo!r} "
         f"({first_line(last) or type(last).__name__}). "
-        "Run the same command again: what was uploaded is not sent twice."
+        f"Run the same command again{': ' * bool(promise)}{promise}."
     )
 
 

@@ -141,6 +141,7 @@ def errors(hub: Hub, files: dict[str, bytes]) -> None:
         ("me/empty", "'me/empty' has no config.json that could be read"),
         ("me/other", "'me/other' has no model.safetensors on the Hub."),
         ("me/bad", "The weights of 'me/bad' on the Hub are damaged ("),
+        ("/nowhere/model", "'/nowhere/model' is no folder here, and no name on the Hub ("),
         ("me/nothing", "'me/nothing' does not exist, or is private and this token may not see"),
     ):
         outcome = cli("info", name)

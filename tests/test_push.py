@@ -20,7 +20,7 @@ from huggingface_hub import ModelCard
 from tiny_models import LOW, TINY, assert_same
 
 import collabify
-from collabify.errors import HubError
+from collabify.errors import CollabifyWarning, HubError
 from collabify.hub import told
 from collabify.modelcard import is_generated
 
@@ -171,6 +171,12 @@ def test_a_branch_and_a_pull_request(hub: Hub, folder: Path) -> None:
     assert f"Proposed: {hub.url}/them/theirs/discussions/1" in outcome.stdout
     assert set(hub.files("them/theirs")) == {"config.json"}
     assert "model.safetensors" in hub.files("them/theirs", "refs/pr/1")
+    hub.add("me/theirs", {"config.json": b"{}", "README.md": b"Of the original."})
+    done("push", folder, "me/theirs", "--revision", "smaller")
+    assert is_generated(hub.files("me/theirs", "smaller")["README.md"].decode())
+    assert hub.files("me/theirs")["README.md"] == b"Of the original."
+    outcome = cli("push", folder, "me/theirs", "--revision", "refs/pr/7")
+    assert "'me/theirs' has no such branch, tag or commit. Change" in one_line(outcome)
     outcome = cli("push", folder, NAME, "--create-pr", "--revision", "smaller")
     assert (outcome.exit_code, "Leave out --revision or --create-pr." in one_line(outcome)) == (
         2,
@@ -291,7 +297,7 @@ def cut_off(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         (read_token_and_a_repository, "This token may not write to 'me/tiny-10' (Forbidden"),
         (offline, "HF_HUB_OFFLINE is set, so 'me/tiny-10' cannot be pushed to. Unset it"),
         (a_data_set, "'me/tiny-10' is the name of a dataset already. Choose another name."),
-        (another_model, "holds a model that collabify did not make. Choose another name, or"),
+        (another_model, "holds a model that collabify did not make. Choose another name, a new"),
         (taken, "'me/tiny-10' is taken (This name is being renamed). Choose another name."),
         (gone, "The Hub answered 404 to 'me/tiny-10' (Repository not found). Try the same"),
         (changed_meanwhile, "'me/tiny-10' was changed by somebody else meanwhile. Run the same"),
@@ -422,6 +428,9 @@ def test_push_to_hub_of_transformers_takes_record_and_card_along(
     hub.add(NAME, files | {"README.md": edited})
     model.push_to_hub(NAME)
     assert b"# My tiny model" in hub.files(NAME)["README.md"]
+    model.save_pretrained(folder.parent / "saved", push_to_hub=True, repo_id="me/other")
+    assert is_generated(hub.files("me/other")["README.md"].decode())
+    assert hub.files("me/other")["collabify.json"] == files["collabify.json"]
 
 
 def test_models_stay_what_they_were_in_all_other_ways(tmp_path: Path) -> None:
@@ -455,7 +464,11 @@ def test_healing_in_python_is_in_the_record(tmp_path: Path) -> None:
     assert found == json.loads(report.to_json())
 
 
-def test_a_record_that_cannot_be_read_does_not_keep_a_model_from_loading(folder: Path) -> None:
+def test_a_record_that_cannot_be_read_keeps_no_model_from_loading(
+    folder: Path, tmp_path: Path
+) -> None:
     (folder / "collabify.json").write_text("{")
-    with pytest.warns(collabify.errors.CollabifyWarning, match="cannot be read"):
-        transformers.AutoModel.from_pretrained(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    with pytest.warns(CollabifyWarning, match="cannot be read .* It is saved without that"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved" / "collabify.json").exists()

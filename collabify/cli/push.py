@@ -52,15 +52,15 @@ def push(
     """
     from json import dumps
 
-    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+    from huggingface_hub.utils import enable_progress_bars  # type: ignore[attr-defined]
 
     from collabify.hub import check_name, check_ready, check_request
     from collabify.hub import push as send
     from collabify.storage import package, quiet
 
     quiet()
-    if json or not sys.stderr.isatty():
-        disable_progress_bars()
+    if sys.stderr.isatty() and not json:
+        enable_progress_bars()  # the transfer's own
     check_name(repo)
     check_request(revision, create_pr=create_pr)
     if not dry_run:

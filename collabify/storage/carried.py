@@ -8,6 +8,7 @@ subclass of the class that it had, under the same name, with these two methods. 
 import json
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -72,7 +73,8 @@ def carry(model: Any, record: Mapping[str, Any] | None = None) -> None:
         given = {name: value for name, value in record.items() if value or name not in said}
         vars(model)[_NAME] = said | given
     elif source is not None and source.is_folder:
-        vars(model)[_NAME] = _had(read_record, source)  # now: the folder may change
+        with suppress(CheckpointError):  # told when it is saved
+            vars(model)[_NAME] = read_record(source)  # now: the folder may change
 
 
 def note(model: Any, name: str, value: Mapping[str, Any]) -> None:

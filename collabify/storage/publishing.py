@@ -65,13 +65,15 @@ def package(folder: Path, repo: str) -> Package:
     source = Source(str(folder), str(folder))
     weights = headers(source).files
     record = read_record(source)
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    names = sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
     found = {path for pattern in _PATTERNS for path in folder.glob(pattern) if path.is_file()}
     files: dict[str, Content] = {CONFIG_FILE: folder / CONFIG_FILE}
     files |= {name: folder / name for name in weights}
     if weights != (WEIGHTS_FILE,):
         files[INDEX_FILE] = folder / INDEX_FILE
-    files |= {str(path.relative_to(folder)): path for path in sorted(found)}
+    files |= {path.relative_to(folder).as_posix(): path for path in sorted(found)}
     if record:
         files[RECORD_FILE] = (json.dumps(public(record), indent=2) + "\n").encode()
     card = "generated"
