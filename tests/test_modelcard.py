@@ -189,6 +189,7 @@ def test_images_and_sentences() -> None:
     headless = CONFIG | {"architectures": ["BertModel"]}
     assert data_of(card(config=headless))["pipeline_tag"] == "feature-extraction"
     assert data_of(card(config=headless, sentences=True))["pipeline_tag"] == "sentence-similarity"
+    assert data_of(card(sentences=True))["pipeline_tag"] == "text-classification", "it has a head"
     assert "pipeline_tag" not in data_of(card(config={"model_type": "bert"}))
     assert auto_class({"architectures": ["ElectraForPreTraining"]}) == "ElectraForPreTraining"
     assert auto_class({}) == "AutoModel"

@@ -46,13 +46,13 @@ def pipeline_tag(config: Mapping[str, Any], *, sentences: bool) -> str | None:
     sentences
         Whether sentence-transformers' ``modules.json`` is there.
     """
-    if sentences:
-        return "sentence-similarity"
     name = architecture(config)
     if name is None:
         return None
     if "For" in name:
         return _PIPELINES.get(name[name.find("For") :])
+    if sentences:
+        return "sentence-similarity"
     return "image-feature-extraction" if "image_size" in config else "feature-extraction"
 
 

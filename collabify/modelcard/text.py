@@ -100,7 +100,7 @@ def _opening(record: Mapping[str, Any]) -> str:
     )
     tuned = record.get("finetuning")
     after = tuned is not None and tuned.get("converted") is True
-    return opening + (", trained further for a task (below)." if after else ".")
+    return opening + ("; then it was trained for a task (below)." if after else ".")
 
 
 def _done(record: Mapping[str, Any]) -> list[tuple[str, str]]:
