@@ -12,6 +12,7 @@ Importing this module registers the plug-in. ``import collabify`` sees to it, wh
 itself is still being imported, so what needs models is imported where it is used.
 """
 
+from pathlib import Path
 from typing import Any
 
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -40,10 +41,13 @@ class CollabifyQuantizer(HfQuantizer):
     """Gives a model its converted modules before its weights are loaded, and then steps aside."""
 
     quantization_config: CollabifyConfig
+    commits: set[str | None]
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         from collabify.models import find_attention
+        from collabify.storage import commit_of
 
+        self.commits = {commit_of(Path(file)) for file in kwargs.get("checkpoint_files") or ()}
         sites = find_attention(model)
         for layer in self.quantization_config.record.layers:
             if layer.index >= len(sites):
@@ -54,7 +58,7 @@ class CollabifyQuantizer(HfQuantizer):
             sites[layer.index].install_empty(layer)
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> Any:
-        """Leave an ordinary model, whose configuration still says what it is.
+        """Leave an ordinary model that still says what it is, and takes its record along.
 
         Raises
         ------
@@ -62,6 +66,7 @@ class CollabifyQuantizer(HfQuantizer):
             Where the checkpoint lacks a factor: transformers would make one up.
         """
         from collabify.models import find_attention
+        from collabify.storage import carry
 
         sites = find_attention(model)
         for layer in self.quantization_config.record.layers:
@@ -74,6 +79,8 @@ class CollabifyQuantizer(HfQuantizer):
         model.config.quantization_config = self.quantization_config.to_dict()
         for name in ("hf_quantizer", "quantization_method", "is_quantized"):
             model.__dict__.pop(name, None)
+        model.config._commit_hash = next(iter(self.commits), None)  # never saved
+        carry(model)
         return model
 
     def is_serializable(self) -> bool:

@@ -45,6 +45,7 @@ from collabify.planning import (
 from collabify.results import ConversionReport, LayerReport
 from collabify.sensitivity import sensitivities
 from collabify.spaces import Progress, Spaces, calibrate, load, place, read
+from collabify.storage import carry
 from collabify.talking import drawn
 
 
@@ -261,7 +262,7 @@ def convert(
     options |= {"sequential": sequential, "base_heads": base_heads, "base_width": base_width}
     options |= {"projections": projections, "dynamic": dynamic}
     options |= {"dv": dv, "kept_values": kept_values, "value_heads": value_heads}
-    return ConversionReport(
+    done = ConversionReport(
         method,
         solver,
         tuple(reports),
@@ -272,6 +273,9 @@ def convert(
         drift=drift,
         healing=healing,
     )
+    if not dry_run:
+        carry(model, done.to_dict())
+    return done
 
 
 def _check_data(steps: int | None, calibration: object, *, sequential: bool) -> None:

@@ -50,6 +50,10 @@ class OutputError(CollabifyError, OSError):
     """The output cannot be written."""
 
 
+class HubError(CollabifyError, OSError):
+    """The Hub cannot be reached, or does not do what was asked."""
+
+
 class CollabifyWarning(UserWarning):
     """Something that works, but that a user should know."""
 

@@ -33,8 +33,11 @@ class FinetuneReport:
         Optimizer steps, and numbers trained.
     options
         Everything that was asked for.
-    source, teacher
-        The model, and the model whose outputs it was taught, or ``None``.
+    source, revision, teacher
+        The model, its commit where it came from the Hub, and the model whose outputs it was taught,
+        or ``None``.
+    converted
+        Whether it was converted when it was trained, so that the scores are of a converted model.
     resumed_at
         The step where an interrupted run was taken up, or ``None``.
     seconds
@@ -56,6 +59,8 @@ class FinetuneReport:
     parameters: int
     options: dict[str, Any] = field(default_factory=dict)
     source: str | None = None
+    revision: str | None = None
+    converted: bool = False
     teacher: str | None = None
     resumed_at: int | None = None
     seconds: float = 0.0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from collabify.cli import common as options
-from collabify.cli.common import load_model, print_table, progress_bar, reported
+from collabify.cli.common import check_revision, load_model, print_table, progress_bar, reported
 
 if TYPE_CHECKING:
     from collabify.mixing import MixingReport
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 @reported
 def analyze(
     model: options.Model,
+    revision: options.Revision = None,
     layer: options.Layers = None,
     energy: Annotated[
         list[float],
@@ -49,9 +50,10 @@ def analyze(
     from collabify.mixing import is_converted, mixing_report
     from collabify.report import check_figure_path, save_figure
 
+    check_revision(model, revision)
     if plot is not None:
         check_figure_path(plot)
-    loaded, source = load_model(model, "auto", device)
+    loaded, source = load_model(model, "auto", device, revision)
     if is_converted(loaded):
         mixings = replace(
             mixing_report(loaded, layers=layer), source=source.record, revision=source.revision

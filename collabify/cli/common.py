@@ -31,6 +31,10 @@ Device = Annotated[
     str | None,
     typer.Option(metavar="DEVICE", help="Where to compute: cpu, cuda, cuda:1, mps. (default: cpu)"),
 ]
+Revision = Annotated[
+    str | None,
+    typer.Option(metavar="R", help="Of MODEL on the Hub: a branch, tag or commit. (default: main)"),
+]
 Layers = Annotated[
     list[int] | None,
     typer.Option("--layer", metavar="N ...", help="Only these layers, from 0. (default: all)"),
@@ -127,6 +131,13 @@ def load_model(
 
     quiet()
     return load(name, dtype=dtype, device=device, revision=revision, strict=strict)
+
+
+def check_revision(name: str, revision: str | None) -> None:
+    """Refuse a revision of what is not on the Hub, before anything takes time."""
+    from collabify.storage import check_revision as check
+
+    check(name, revision)
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, text: int = 1) -> None:

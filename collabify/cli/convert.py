@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from collabify.cli import common as options
-from collabify.cli.common import load_model, print_table, progress_bar, reported
+from collabify.cli.common import check_revision, load_model, print_table, progress_bar, reported
 from collabify.errors import OptionError
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class DtypeName(StrEnum):
 @reported
 def convert(
     model: options.Model,
+    revision: options.Revision = None,
     dk: Annotated[
         int | None,
         typer.Option(
@@ -175,15 +176,16 @@ def convert(
     AutoModel*.from_pretrained(DIR).
     """
     from collabify.conversion import convert as run
-    from collabify.storage import cast_to, check_not_source, output_folder, save, versions
+    from collabify.storage import cast_to, check_not_source, output_folder, resolved, save, versions
 
+    check_revision(model, revision)
     if out is None and not dry_run:
         raise OptionError("--out is missing: say where to write the model, or pass --dry-run.")
     with ExitStack() as stack:
         if out is not None:
             check_not_source(out, model)
             folder = stack.enter_context(output_folder(out, overwrite=overwrite, keep=not dry_run))
-        loaded, source = load_model(model, "auto", device)
+        loaded, source = load_model(model, "auto", device, revision)
         with progress_bar(quiet=json) as show:
             report = run(
                 loaded,
@@ -220,7 +222,9 @@ def convert(
             source=source.record,
             revision=source.revision,
             versions=versions(),
-            options=report.options | {"dtype": dtype.value, "device": device or "cpu"},
+            options=report.options
+            | {"calibration": resolved(calibration)}
+            | {"dtype": dtype.value, "device": device or "cpu"},
         )
         if not dry_run:
             cast_to(loaded, dtype.value)

@@ -10,7 +10,9 @@ from collabify.cli.common import (
     Json,
     MaxLength,
     Model,
+    Revision,
     Seed,
+    check_revision,
     load_model,
     print_table,
     progress_bar,
@@ -33,6 +35,7 @@ def drift(
             show_default=False,
         ),
     ],
+    revision: Revision = None,
     samples: Annotated[int, typer.Option(metavar="N", help="Samples to read.")] = 256,
     batch_size: BatchSize = 16,
     max_length: MaxLength = 128,
@@ -44,7 +47,8 @@ def drift(
     from collabify.evaluation import evaluate_drift
     from collabify.scoreboard import drift_notes, drift_table
 
-    loaded, _ = load_model(model, "auto", device, strict=True)
+    check_revision(model, revision)
+    loaded, _ = load_model(model, "auto", device, revision, strict=True)
     original, source = load_model(baseline, "auto", device, strict=True)
     with progress_bar(quiet=json) as show:
         report = evaluate_drift(

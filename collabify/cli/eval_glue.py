@@ -13,6 +13,7 @@ from collabify.cli.common import (
     Limit,
     MaxLength,
     Resamples,
+    Revision,
     Seed,
     load_model,
     print_scores,
@@ -45,6 +46,7 @@ def glue(
             show_default=False,
         ),
     ],
+    revision: Revision = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -69,17 +71,17 @@ def glue(
 
     check_device(device)
     names = [name.strip() for given in task for name in given.split(",") if name.strip()]
-    _check_models(model, baseline, names, data)
+    _check_models(model, baseline, names, data, revision)
     with progress_bar(quiet=json) as show:
         report = evaluate_glue(
-            _loader(model, device),
+            _loader(model, device, revision),
             names,
             data=data,
             split=split,
             batch_size=batch_size,
             max_length=max_length,
             limit=limit,
-            baseline=None if baseline is None else _loader(baseline, device),
+            baseline=None if baseline is None else _loader(baseline, device, None),
             resamples=resamples,
             seed=seed,
             progress=show,
@@ -90,11 +92,13 @@ def glue(
         _print(report)
 
 
-def _check_models(model: str, baseline: str | None, names: list[str], data: str | None) -> None:
+def _check_models(
+    model: str, baseline: str | None, names: list[str], data: str | None, revision: str | None
+) -> None:
     """Refuse models that are not there, of any task, before one is evaluated."""
     from collabify.data.glue import find_tasks
     from collabify.errors import OptionError
-    from collabify.storage import find, quiet
+    from collabify.storage import check_revision, find, quiet
 
     quiet()
     tasks = [each.name for each in find_tasks(names, data)]
@@ -105,13 +109,16 @@ def _check_models(model: str, baseline: str | None, names: list[str], data: str 
                 f"({', '.join(tasks)}), each with a head of its own. "
                 f"Put {_TASK} where its name stands, or give one task."
             )
-    for name in filter(None, (model, baseline)):
-        for each in dict.fromkeys(name.replace(_TASK, task) for task in tasks):
-            find(each)
+    for name, at in ((model, revision), (baseline, None)):
+        for each in dict.fromkeys(name.replace(_TASK, task) for task in tasks if name is not None):
+            check_revision(each, at)
+            find(each, at)
 
 
-def _loader(name: str, device: str | None) -> Callable[[str], Any]:
-    return lambda task: load_model(name.replace(_TASK, task), "auto", device, strict=True)[0]
+def _loader(name: str, device: str | None, revision: str | None) -> Callable[[str], Any]:
+    return lambda task: load_model(
+        name.replace(_TASK, task), "auto", device, revision, strict=True
+    )[0]
 
 
 def _print(report: "GlueScores") -> None:

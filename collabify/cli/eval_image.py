@@ -12,7 +12,9 @@ from collabify.cli.common import (
     Limit,
     Model,
     Resamples,
+    Revision,
     Seed,
+    check_revision,
     load_model,
     print_scores,
     progress_bar,
@@ -31,6 +33,7 @@ def image(
             show_default=False,
         ),
     ],
+    revision: Revision = None,
     split: Annotated[
         str | None,
         typer.Option(metavar="SPLIT", help="(default: the first of validation, test, train)"),
@@ -47,7 +50,8 @@ def image(
     from collabify.evaluation import evaluate_image
     from collabify.scoreboard import image_notes, image_table
 
-    loaded, _ = load_model(model, "auto", device, strict=True)
+    check_revision(model, revision)
+    loaded, _ = load_model(model, "auto", device, revision, strict=True)
     other = None if baseline is None else load_model(baseline, "auto", device, strict=True)[0]
     with progress_bar(quiet=json) as show:
         report = evaluate_image(

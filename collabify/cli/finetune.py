@@ -10,7 +10,9 @@ from collabify.cli.common import (
     Json,
     MaxLength,
     Model,
+    Revision,
     Seed,
+    check_revision,
     print_table,
     progress_bar,
     reported,
@@ -33,6 +35,7 @@ def finetune(
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Where to write the model.", show_default=False)
     ],
+    revision: Revision = None,
     task: Annotated[
         str | None,
         typer.Option(
@@ -120,12 +123,14 @@ def finetune(
     from collabify.healing import is_main_process
     from collabify.storage import quiet
 
+    check_revision(model, revision)
     quiet()
     try:
         with progress_bar(quiet=json or not is_main_process()) as show:
             report = run(
                 model,
                 out=out,
+                revision=revision,
                 task=task,
                 data=data,
                 image_data=image_data,

@@ -67,8 +67,16 @@ def heal(
     """
     from collabify.healing import heal as run
     from collabify.healing import is_main_process, new_parameters
-    from collabify.storage import check_not_source, output_folder, read_record, versions
+    from collabify.storage import (
+        check_not_source,
+        output_folder,
+        read_record,
+        recover,
+        resolved,
+        versions,
+    )
 
+    recover(Path(model))
     target = _target(model, out)
     in_place = out is None or target == Path(model).resolve()
     with output_folder(target, overwrite=overwrite or in_place, keep=False):
@@ -106,9 +114,9 @@ def heal(
         return
     report = replace(
         report,
-        teacher=origin.name,
+        teacher=origin.record,
         versions=versions(),
-        options=report.options | {"device": device or "cpu"},
+        options=report.options | {"calibration": resolved(calibration), "device": device or "cpu"},
     )
     if report.kept or not in_place:
         _save(loaded, source, target, record, report, in_place=in_place, overwrite=overwrite)

@@ -73,6 +73,12 @@ def model_kind(config: Any) -> Kind:
     )
 
 
+def pinned(location: str, config: Any) -> dict[str, str]:
+    """What makes a tokenizer or image processor that of the model's own commit on the Hub."""
+    commit = getattr(config, "_commit_hash", None)
+    return {"revision": commit} if commit and location == config._name_or_path else {}
+
+
 def mismatch(name: str, found: str, config: Any) -> OptionError:
     """The error for texts where the model takes images, and the reverse."""
     kind = model_kind(config)

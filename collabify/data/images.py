@@ -21,8 +21,10 @@ from collabify.data.base import (
     image_size,
     missing_package,
     pair,
+    pinned,
 )
 from collabify.errors import CheckpointError, OptionError, first_line
+from collabify.hub import download
 
 Encoder = Callable[[Sequence[Any]], Any]
 
@@ -133,10 +135,13 @@ def load_image_encoder(processor: object, config: Any) -> tuple[Encoder, str]:
     if folder.is_dir() and not any((folder / name).is_file() for name in _SETTINGS):
         return _plain(location, config)
     pillow()
+    at = pinned(location, config)
     auto: Any = AutoImageProcessor
     try:
-        loaded = auto.from_pretrained(location)
+        loaded = auto.from_pretrained(location, **at)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        if at and not any(download(location, name, **at) for name in _SETTINGS):
+            return _plain(location, config)
         raise CheckpointError(
             f"No image processor could be loaded from {location!r} ({first_line(error)}). "
             "Put its preprocessor_config.json there, or pass processor=."

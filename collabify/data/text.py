@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from collabify.data.base import Batch, max_positions
+from collabify.data.base import Batch, max_positions, pinned
 from collabify.errors import CheckpointError, OptionError, first_line
 
 
@@ -85,7 +85,7 @@ def load_tokenizer(processor: object, config: Any) -> Any:
             "calibration also takes 'synthetic'."
         )
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(location)
+        tokenizer: Any = AutoTokenizer.from_pretrained(location, **pinned(location, config))
     except Exception as error:  # tokenizers raises nothing narrower for a damaged file
         raise _no_tokenizer(location, first_line(error)) from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes one up

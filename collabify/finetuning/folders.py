@@ -12,11 +12,12 @@ from collabify.errors import CheckpointError, OptionError, OutputError, first_li
 from collabify.finetuning.trainer import checkpoint_step, last_checkpoint
 from collabify.healing import is_main_process
 from collabify.storage import (
-    REPORT_FILE,
     Source,
     check_not_source,
+    inherited,
     output_folder,
     save,
+    write_record,
 )
 from collabify.training_record import FinetuneReport
 
@@ -96,5 +97,4 @@ def write(
         told = json.loads(report.to_json())
         if "finetuning" in record:
             told["before"] = record["finetuning"]
-        text = json.dumps({**record, "finetuning": told}, indent=2)
-        (folder / REPORT_FILE).write_text(text + "\n", encoding="utf-8")
+        write_record(folder, {**inherited(source), **record, "finetuning": told})

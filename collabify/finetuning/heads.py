@@ -58,15 +58,22 @@ class Headed:
     new_parameters: tuple[str, ...]
 
 
-def open_model(name: str, kind: Kind) -> tuple[Source, Any]:
+def open_model(name: str, kind: Kind, revision: str | None = None) -> tuple[Source, Any]:
     """Find a model that reads ``kind``, without its weights.
+
+    Parameters
+    ----------
+    name, revision
+        As for :func:`collabify.storage.load`.
+    kind
+        What the data are.
 
     Raises
     ------
     OptionError
         Where it reads the other kind.
     """
-    source, config = find(name)
+    source, config = find(name, revision)
     found = model_kind(config)
     if found != kind:
         option = {"text": "--task", "image": "--image-data"}[found]

@@ -34,7 +34,8 @@ from collabify.finetuning.trainer import (
     last_checkpoint,
 )
 from collabify.healing import is_main_process
-from collabify.storage import read_record, versions
+from collabify.models import find_attention
+from collabify.storage import read_record, resolved, versions
 from collabify.training_record import FinetuneReport
 
 ALPHA, TEMPERATURE = 0.5, 2.0  # where there is a teacher and nothing else is said
@@ -46,6 +47,7 @@ def finetune(
     model: str,
     *,
     out: str | Path,
+    revision: str | None = None,
     task: str | None = None,
     data: str | None = None,
     image_data: str | None = None,
@@ -82,6 +84,8 @@ def finetune(
         A folder, a Hub id, or ``demo``.
     out
         The folder to make.
+    revision
+        Branch, tag or commit of a model on the Hub, by default ``main``.
     task, data
         One of GLUE's tasks, and where to find it: by default ``nyu-mll/glue``.
     image_data
@@ -154,7 +158,7 @@ def finetune(
     work = work_folder(target)
     check_output(target, model, work, resume=resume, overwrite=overwrite)
     arguments = trainer_arguments(work, options, device, report_to)
-    source, config = open_model(model, kind)
+    source, config = open_model(model, kind, revision)
     record = read_record(source)  # a damaged one is found before anything takes time
     if kind == "text":
         examples = open_task(str(task), data, limit, seed)
@@ -191,8 +195,12 @@ def finetune(
         evaluated=sum(map(len, encoded.evaluation.values())),
         steps=training.state.global_step,
         parameters=parameters,
-        options=asked | {"device": str(arguments.device)},
+        options=asked
+        | _data(data, image_data, split, eval_split)
+        | {"device": str(arguments.device)},
         source=source.record,
+        revision=source.revision,
+        converted=any(site.converted for site in find_attention(headed.model)),
         teacher=teacher,
         resumed_at=None if checkpoint is None else checkpoint_step(checkpoint),
         seconds=time.perf_counter() - started,
@@ -202,6 +210,15 @@ def finetune(
         write(headed.model, source, record, target, report, overwrite=overwrite)
         shutil.rmtree(work, ignore_errors=True)
     return report
+
+
+def _data(
+    data: str | None, image_data: str | None, split: str | None, eval_split: str | None
+) -> dict[str, str]:
+    """What was trained on, as it can be found again from anywhere."""
+    asked = {"data": resolved(data), "image_data": resolved(image_data)}
+    asked |= {"split": split, "eval_split": eval_split}
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 def _kind(

@@ -30,6 +30,7 @@ from collabify.healing.store import Store
 from collabify.healing.training import Progress, train
 from collabify.planning import check_finite
 from collabify.results import Drift, HealingReport
+from collabify.storage import note
 
 MOST_SAMPLES = 1024  # by default; more than one pass over the data brings little
 # Of a batch, for which the attention probabilities of all layers are in memory at once: with more,
@@ -135,7 +136,7 @@ def heal(
         with borrowed((model, teacher), trained, run.start, device):
             drifts = _improve(run, model, teacher, data, accelerator, store, progress)
     kept = run.best.step > 0
-    return HealingReport(
+    report = HealingReport(
         kept=kept,
         steps=steps,
         best_step=run.best.step,
@@ -150,6 +151,8 @@ def heal(
         resumed_at=run.resumed_at,
         seconds=time.perf_counter() - started,
     )
+    note(model, "healing", report.to_dict())
+    return report
 
 
 def _check_data(data: CalibrationData) -> None:

@@ -5,27 +5,55 @@ with output_folder(out) as folder:
     save(model, folder, source=source)
 """
 
-from collabify.storage.folders import output_folder
+from collabify.hub import RECORD_FILE as REPORT_FILE
+from collabify.storage.carried import carry, note
+from collabify.storage.folders import output_folder, recover
+from collabify.storage.headers import Headers, headers
 from collabify.storage.loading import cast_to, check_device, find, load, quiet, read
-from collabify.storage.source import DEMO, DEMO_PACKAGE, Source, check_not_source, locate
-from collabify.storage.writing import COMPANIONS, REPORT_FILE, read_record, save, versions
+from collabify.storage.publishing import Package, conversion_of, package, parse_config
+from collabify.storage.records import inherited, read_record, write_record
+from collabify.storage.source import (
+    DEMO,
+    DEMO_PACKAGE,
+    Source,
+    check_not_source,
+    check_revision,
+    commit_of,
+    locate,
+    resolved,
+)
+from collabify.storage.writing import COMPANIONS, save, versions
 
 __all__ = [
     "COMPANIONS",
     "DEMO",
     "DEMO_PACKAGE",
     "REPORT_FILE",
+    "Headers",
+    "Package",
     "Source",
+    "carry",
     "cast_to",
     "check_device",
     "check_not_source",
+    "check_revision",
+    "commit_of",
+    "conversion_of",
     "find",
+    "headers",
+    "inherited",
     "load",
     "locate",
+    "note",
     "output_folder",
+    "package",
+    "parse_config",
     "quiet",
     "read",
     "read_record",
+    "recover",
+    "resolved",
     "save",
     "versions",
+    "write_record",
 ]

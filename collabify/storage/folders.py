@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 
 from collabify.errors import CollabifyError, OutputError, first_line
@@ -33,6 +34,7 @@ def output_folder(out: Path, *, overwrite: bool = False, keep: bool = True) -> I
     OutputError
         Where ``out`` is in use or cannot be written.
     """
+    recover(out)
     if out.exists() and not out.is_dir():
         raise OutputError(f"{str(out)!r} is a file; it must be a folder. Choose another --out.")
     if out.is_dir() and any(out.iterdir()):
@@ -62,7 +64,7 @@ def output_folder(out: Path, *, overwrite: bool = False, keep: bool = True) -> I
         yield folder
         if keep:
             out.parent.mkdir(parents=True, exist_ok=True)
-            _swap(folder, out, scratch / "old")
+            _swap(folder, out, scratch / _OLD)
     except CollabifyError:
         raise
     except OSError as error:
@@ -75,6 +77,17 @@ def output_folder(out: Path, *, overwrite: bool = False, keep: bool = True) -> I
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
+
+def recover(out: Path) -> None:
+    """Put back the folder ``out`` where a run was killed just as it replaced it."""
+    out = out.resolve()
+    for old in () if out.exists() else out.parent.glob(f".{escape(out.name)}-*/{_OLD}"):
+        old.rename(out)
+        shutil.rmtree(old.parent, ignore_errors=True)
+        return
+
+
+_OLD = "old"  # in a temporary folder: what was there before
 
 _NOT_WRITTEN = {
     errno.EACCES,

