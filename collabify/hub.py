@@ -276,11 +276,6 @@ def known_reason(error: BaseException, repo: str) -> str | None:
                 f"{repo!r} is not in the cache, and HF_HUB_OFFLINE is set. "
                 "Unset it, or download the model first."
             )
-        if isinstance(each, HFValidationError):
-            return (
-                f"{repo!r} is no folder here, and no name on the Hub ({first_line(each)}). "
-                "Check its spelling."
-            )
         if isinstance(each, RevisionNotFoundError):
             return f"{repo!r} has no such branch, tag or commit. Change --revision."
         if isinstance(each, GatedRepoError):
@@ -300,6 +295,11 @@ def known_reason(error: BaseException, repo: str) -> str | None:
 def _reason(error: BaseException, repo: str, promise: str) -> str:
     """As :func:`known_reason`; what it does not know is a connection that broke."""
     *_, last = _causes(error)
+    if isinstance(last, HFValidationError):
+        return (
+            f"{repo!r} is no folder here, and no name on the Hub ({first_line(last)}). "
+            "Check its spelling."
+        )
     return known_reason(error, repo) or (
         f"The connection to {constants.ENDPOINT} broke off at {repo!r} "
         f"({first_line(last) or type(last).__name__}). "
