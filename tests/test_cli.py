@@ -285,7 +285,7 @@ def test_a_converted_model_is_refused(tiny: Path, tmp_path: Path) -> None:
     assert run("convert", tiny, "--dk", 5, "--out", tmp_path / "once").code == 0
     again = run("convert", tmp_path / "once", "--dk", 5, "--out", tmp_path / "twice")
     assert_refused(again, 1, "was converted before")
-    assert_refused(run("analyze", tmp_path / "once"), 1, "was converted before")
+    assert "M: a head reads" in run("analyze", tmp_path / "once").out
 
 
 def test_rotary_models_are_refused_by_name(tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ from collabify.modelcard.metadata import auto_class, base_model, scores
 _METHODS = {
     "cp": "collaborative attention",
     "tucker": "Tucker: shared subspaces and a core for each head",
+    "talking-heads": "talking-heads attention: base heads that the heads mix",
     "head-svd": "heads kept apart, each of lower rank",
 }
 # Of a layer's record, what says which one it is and how the solver fared; the rest is its sizes.
 _NO_SIZE = (
-    *("index", "name", "relative_error", "calibrated_error", "energy"),
+    *("index", "name", "relative_error", "calibrated_error", "energy", "value_error"),
     *("sweeps", "converged", "seconds"),
 )
 _CITATIONS = """\
@@ -71,7 +72,7 @@ def sizes(layers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """Every size that any layer has, by its name in words."""
     keys = dict.fromkeys(key for layer in layers for key in layer if key not in _NO_SIZE)
     for key in keys:
-        if any(layer.get(key) is not None for layer in layers):
+        if any(layer.get(key) not in (None, False) for layer in layers):
             yield key.replace("_", " "), ranks(layers, key)
 
 
