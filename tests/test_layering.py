@@ -73,6 +73,7 @@ LEVELS = {
     "sensitivity": 8,
     "spaces": 8,
     "talking": 8,
+    "sharing": 9,
     "analysis": 10,
     "conversion": 10,
     "healing.borrowing": 9.0,
