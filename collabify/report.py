@@ -10,14 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from collabify.errors import OptionError, OutputError
-from collabify.results import (
-    AnalysisReport,
-    ConversionReport,
-    LayerReport,
-    LayerSpectra,
-    Spectrum,
-    directions,
-)
+from collabify.results import ConversionReport, LayerReport
+from collabify.spectra import AnalysisReport, LayerSpectra, Spectrum, directions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,7 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from collabify.attention.base import SharedAttention, gather
+from collabify.attention.base import SharedAttention
+from collabify.attention.mixing import gather
 from collabify.decompose.factors import CPFactors, Factors
 
 
