@@ -28,7 +28,7 @@ from collabify.planning import (
 from collabify.results import ConversionReport, LayerReport
 from collabify.sensitivity import sensitivities
 from collabify.sharing import planned, share, share_values
-from collabify.spaces import Progress, Spaces, calibrate, load
+from collabify.spaces import Progress, Spaces, calibrate, load, place
 from collabify.storage import carry
 
 
@@ -97,7 +97,7 @@ def convert(
         as many as heads, of the width that ``dk`` leaves.
     projections
         For ``talking-heads``: ``logits`` (P_l), ``weights`` (P_w) or ``both``. By default P_l, and
-        P_w where ``value_heads`` says so or nothing says anything.
+        P_w where ``value_heads`` says so or no size is given at all.
     dynamic
         For ``talking-heads``: whether these projections have terms that depend on the tokens, drawn
         small by ``seed``, for training.
@@ -157,7 +157,8 @@ def convert(
     >>> report = collabify.convert(model, dk=256)  # doctest: +SKIP
     >>> report.query_key.kept  # doctest: +SKIP
     """
-    silent = (base_heads, base_width, value_heads, projections) == (None,) * 4
+    sizes = (dk, kept, error, dv, kept_values, base_heads, base_width, value_heads, projections)
+    silent = all(size is None for size in sizes)
     mixes = projections in ("weights", "both") or (method == "talking-heads" and silent)
     of_values = ValueRequest(dv, kept_values, value_heads, mixes, dynamic, multiple)
     request = Request(
@@ -200,7 +201,9 @@ def convert(
             None if progress is None else lambda n: progress("Weighing", n, len(sites), ""),
         )
     strengths = {
-        site.index: value_strengths(site.read_values(), spaces.contexts.get(site.index))
+        site.index: value_strengths(
+            site.read_values(device=place(site, device)), spaces.contexts.get(site.index)
+        )
         for site in sites
         if kept_values is not None
     }

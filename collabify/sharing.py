@@ -89,7 +89,9 @@ def share_values(
     has_bias = site.value.bias is not None
     if layer.value_heads is None:
         seen = spaces.contexts.get(site.index)
-        factors, error = fit_values(forms, seen, layer.values, has_bias=has_bias)
+        factors, error = fit_values(
+            forms, seen, layer.values, has_bias=has_bias, columns=site.value_width(layer)
+        )
     else:
         factors, error = fit_mixed_values(
             forms,

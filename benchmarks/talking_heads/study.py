@@ -5,10 +5,11 @@
 Writes study.json and study.png. A small BERT (two layers, D = 128) learns to fill in masked tokens
 of the sentences of five GLUE tasks, with 4, 8, 16 and 32 heads at the same h d = D: multi-head,
 talking heads (P_l and P_w, from the identity), P_l only, P_w only, and collaborative attention at
-D/2 with all channels, fitted to the random start. All see the same batches with the same masks.
-Measured: loss on held-out sentences (of the validation splits that are not in training), mean and
-spread over seeds. Every run's loss stays in DIR, so that a study that was stopped goes on; with
---only N/M a process does every M-th run, so that several share the work.
+D/2 with all channels, fitted to the random start. Multi-head is a head-SVD of full width, so that
+every form has a content bias in place of the query bias. All see the same batches with the same
+masks. Measured: loss on held-out sentences (of the validation splits that are not in training),
+mean and spread over seeds. Every run's loss stays in DIR, so that a study that was stopped goes on;
+with --only N/M a process does every M-th run, so that several share the work.
 """
 
 import argparse
@@ -35,8 +36,8 @@ TASKS = {
 }
 HEADS = (4, 8, 16, 32)
 WIDTH, LAYERS, LENGTH, BATCH, VOCABULARY = 128, 2, 48, 32, 4096
-FORMS: dict[str, dict[str, Any] | None] = {
-    "multi-head": None,
+FORMS: dict[str, dict[str, Any]] = {
+    "multi-head": {"method": "head-svd", "dk": WIDTH},
     "talking heads": {"method": "talking-heads"},
     "P_l only": {"method": "talking-heads", "projections": "logits"},
     "P_w only": {"method": "talking-heads", "projections": "weights"},
@@ -88,9 +89,7 @@ def build(form: str, heads: int, seed: int) -> Any:
         attention_probs_dropout_prob=0.0,
     )
     model = BertForMaskedLM(config)
-    options = FORMS[form]
-    if options is not None:
-        collabify.convert(model, calibration="none", **options)
+    collabify.convert(model, calibration="none", **FORMS[form])
     return model
 
 
@@ -121,6 +120,12 @@ def train(model: Any, data: tuple[torch.Tensor, torch.Tensor], mask: int, given:
             total += float(model(**batch).loss) * hidden
             count += hidden
     return total / count
+
+
+def place(given: argparse.Namespace, form: str, heads: int, seed: int) -> Path:
+    """Where a run's loss is kept."""
+    options = f"{given.steps} {given.learning_rate:g}"
+    return Path(given.work / f"{form.replace('/', '-')} {heads} {seed} {options}.json")
 
 
 def figure(rows: list[dict[str, Any]]) -> None:
@@ -170,7 +175,10 @@ def main() -> None:
     first, of = map(int, given.only.split("/"))
     runs = [(s, h, f) for s in range(given.seeds) for h in HEADS for f in FORMS]
     for seed, heads, form in runs[first::of]:
-        kept = given.work / f"{form.replace('/', '-')} {heads} {seed} {given.steps}.json"
+        kept = (
+            given.work
+            / f"{form.replace('/', '-')} {heads} {seed} {given.steps} {given.learning_rate:g}.json"
+        )
         if not kept.is_file():
             given.seed = seed
             model = build(form, heads, seed)
@@ -181,10 +189,7 @@ def main() -> None:
     rows = []
     for form in FORMS:
         for heads in HEADS:
-            names = [
-                given.work / f"{form.replace('/', '-')} {heads} {seed} {given.steps}.json"
-                for seed in range(given.seeds)
-            ]
+            names = [place(given, form, heads, seed) for seed in range(given.seeds)]
             if not all(name.is_file() for name in names):
                 return  # another process is at it
             found = [json.loads(name.read_text()) for name in names]
