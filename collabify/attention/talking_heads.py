@@ -6,7 +6,8 @@
 The logits projection P_l. The weights projection P_w, after the softmax, belongs to the value side
 of every form (:mod:`collabify.attention.base`). Base logits are made once, n d products for each
 pair of tokens, and then mixed, h n. That is faster than torch's sdpa on heads of width n d, which
-give the same logits (``benchmarks/talking_heads/kernels.json``, on a CPU),
+give the same logits, but for many narrow base heads on long inputs
+(``benchmarks/talking_heads/mixed_logits.json``, on a CPU):
 
     query[h] = (logits_mixing[h, n] q[n], ...)                  hn,btnd -> bhtw
 

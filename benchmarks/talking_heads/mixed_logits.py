@@ -1,8 +1,8 @@
 """P_l two ways on one attention layer: base logits that are mixed, or sdpa on heads of width n d.
 
-    python benchmarks/talking_heads/kernels.py
+    python benchmarks/talking_heads/mixed_logits.py
 
-Writes kernels.json. One layer of MiniLM's and of BERT-base's shape (random weights: time does not
+Writes mixed_logits.json. One layer of MiniLM's and of BERT-base's shape (random weights: time does not
 depend on them), D/2 shared channels, one thread, both ways by turns; the figure is the median of
 the ratios, mixed over sdpa, and of mixed over the original layer.
 """
@@ -58,7 +58,7 @@ def ways(module: Any, original: Any, x: torch.Tensor, width: int) -> dict[str, A
 
 
 def main() -> None:
-    """Measure, and write kernels.json."""
+    """Measure, and write mixed_logits.json."""
     quiet()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -84,7 +84,7 @@ def main() -> None:
                 rows.append(row)
                 print(json.dumps(row), flush=True)
     result = {"versions": versions(), "rows": rows}
-    (Path(__file__).parent / "kernels.json").write_text(json.dumps(result, indent=1) + "\n")
+    (Path(__file__).parent / "mixed_logits.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
