@@ -389,7 +389,7 @@ def test_half_precision_stays(name: str, form: str, dtype: torch.dtype) -> None:
     assert difference < TOLERANCES[str(dtype).removeprefix("torch.")]
 
 
-@every_form
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("option", ["cache", "past_key_values", "encoder_hidden_states"])
 def test_caches_are_refused(form: str, option: str) -> None:
     model = TINY["bert"].build()
@@ -400,7 +400,7 @@ def test_caches_are_refused(form: str, option: str) -> None:
     module(torch.randn(1, 2, 24), **{option: None})
 
 
-@every_form
+@pytest.mark.parametrize("form", FORMS)
 def test_frozen_models_stay_frozen(form: str) -> None:
     model = TINY["bert"].build().requires_grad_(False)
     convert(model, **LOW[form])

@@ -2,9 +2,9 @@
 
     python benchmarks/talking_heads/mixed_logits.py
 
-Writes mixed_logits.json. One layer of MiniLM's and of BERT-base's shape (random weights: time does not
-depend on them), D/2 shared channels, one thread, both ways by turns; the figure is the median of
-the ratios, mixed over sdpa, and of mixed over the original layer.
+Writes mixed_logits.json. One layer of MiniLM's and of BERT-base's shape (random weights: time does
+not depend on them), D/2 shared channels, one thread, both ways by turns; the figure is the median
+of the ratios, mixed over sdpa, and of mixed over the original layer.
 """
 
 import copy
