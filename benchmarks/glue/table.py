@@ -119,6 +119,8 @@ def evaluate(given: argparse.Namespace) -> list[dict[str, Any]]:
             processor=str(given.work / given.task[0] / "original"),
         )
         record = scores.to_dict()
+        for task in record["tasks"]:  # folders of this machine
+            del task["model"], task["baseline"]
         rows.append({"model": name, "tasks": record["tasks"], "averages": record["averages"]})
         means = {a.score.metric: a.score.value for a in scores.averages}
         print(name, json.dumps(means), flush=True)
