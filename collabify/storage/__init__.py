@@ -22,6 +22,7 @@ from collabify.storage.source import (
     locate,
     resolved,
 )
+from collabify.storage.standalone import modeling, write_standalone
 from collabify.storage.writing import COMPANIONS, save, versions
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "inherited",
     "load",
     "locate",
+    "modeling",
     "note",
     "output_folder",
     "package",
@@ -56,4 +58,5 @@ __all__ = [
     "save",
     "versions",
     "write_record",
+    "write_standalone",
 ]

@@ -130,6 +130,7 @@ def read(
         Where they cannot be used.
     """
     options |= {"config": config, "dtype": dtype, "output_loading_info": True, **_pin(source)}
+    options |= {"trust_remote_code": False}
     try:
         return cls.from_pretrained(source.location, **options)  # type: ignore[no-any-return]
     except SafetensorError as error:
@@ -167,7 +168,9 @@ def _commit(source: Source) -> str | None:
 def _load_config(source: Source) -> Any:
     """The model's configuration, with one-line errors."""
     try:
-        return transformers.AutoConfig.from_pretrained(source.location, **_pin(source))
+        return transformers.AutoConfig.from_pretrained(
+            source.location, trust_remote_code=False, **_pin(source)
+        )
     except OSError as error:
         if source.is_folder:
             raise CheckpointError(
