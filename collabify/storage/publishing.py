@@ -16,7 +16,7 @@ from collabify.modelcard import MODELING_FILE, is_generated, is_standalone, mode
 from collabify.storage.headers import INDEX_FILE, WEIGHTS_FILE, headers
 from collabify.storage.records import read_record
 from collabify.storage.source import Source
-from collabify.storage.standalone import modeling, with_auto_map
+from collabify.storage.standalone import add_code, modeling, with_auto_map
 from collabify.storage.writing import COMPANIONS
 
 FIGURES = ("*.png", "*.svg", "*.pdf", "figures/*")
@@ -98,6 +98,29 @@ def package(folder: Path, repo: str, *, standalone: bool = False) -> Package:
         files[CARD_FILE] = _card(folder, record, config, repo, sentences="modules.json" in names)
     left_out = tuple(name for name in names if name not in files)
     return Package(files, card, left_out)
+
+
+def write_standalone(folder: str | Path) -> None:
+    """Let a saved model load where collabify is not installed.
+
+    ``modeling_collabify.py`` is written there, and named in ``config.json``, for
+    ``AutoModel*.from_pretrained(folder, trust_remote_code=True)``.
+
+    Parameters
+    ----------
+    folder
+        Of a converted model.
+
+    Raises
+    ------
+    ModelNotFoundError
+        Where it is no model's folder.
+    CheckpointError
+        Where the model was not converted, or its configuration cannot be read.
+    """
+    folder = Path(folder)
+    check_converted(folder, read_config(folder))
+    add_code(folder)
 
 
 _PATTERNS = (*COMPANIONS, *FIGURES)

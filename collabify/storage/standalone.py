@@ -54,7 +54,7 @@ def _classes(kind: type[PretrainedConfig]) -> dict[str, str]:
     """Transformers' classes for models of a kind, by the Auto class that leads to them."""
     found: dict[str, str] = {}
     for name, auto in vars(modeling_auto).items():
-        mapping = getattr(auto, "_model_mapping", None)
+        mapping = getattr(auto, "_model_mapping", None) if name.startswith("Auto") else None
         if name == "AutoModelForCausalLM" or mapping is None or kind not in mapping:
             continue  # decoders are not supported
         classes = mapping[kind]
@@ -63,8 +63,8 @@ def _classes(kind: type[PretrainedConfig]) -> dict[str, str]:
     return found
 
 
-def write_standalone(folder: Path) -> None:
-    """Let the model in ``folder`` load without collabify."""
+def add_code(folder: Path) -> None:
+    """Let the converted model in ``folder`` load without collabify."""
     path = folder / CONFIG_FILE
     config = with_auto_map(json.loads(path.read_text(encoding="utf-8")))
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -74,4 +74,4 @@ def write_standalone(folder: Path) -> None:
 def keep_standalone(folder: Path) -> None:
     """The same, where the configuration that was just saved there asks for it."""
     if is_standalone(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))):
-        write_standalone(folder)
+        add_code(folder)
