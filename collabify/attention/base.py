@@ -38,6 +38,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from collabify.attention.ops import gather, mix, probabilities
 from collabify.decompose.factors import Factors
 from collabify.decompose.values import ValueFactors
 
@@ -159,6 +160,16 @@ class SharedAttention(nn.Module):
         """A parameter, or none."""
         self.register_parameter(name, None if value is None else nn.Parameter(value.contiguous()))
 
+    def indices(self) -> dict[str, tuple[Tensor, int]]:
+        """Buffers that say which channels to read, with how many there are."""
+        if self.value_columns is None or self.context_rows is None:
+            return {}
+        values = int(getattr(self, self.layout.value).out_features)
+        return {
+            "value_columns": (self.value_columns, values),
+            "context_rows": (self.context_rows, self.value_columns.numel()),
+        }
+
     def value_width(self, heads: int) -> int:
         """Channels of the values of one of ``heads`` heads, e."""
         return int(getattr(self, self.layout.value).out_features // heads)
@@ -214,7 +225,7 @@ class SharedAttention(nn.Module):
         dropout = dropout if self.training else 0.0
         if self.needs_logits:
             logits = self.logits(hidden_states, q, k)
-            probs = _probabilities(logits * self.scaling, attention_mask)
+            probs = probabilities(logits * self.scaling, attention_mask)
             context = self._mixed_context(hidden_states, probs, v, dropout)
         else:
             query, key = self.scores(q, k)
@@ -258,53 +269,6 @@ class SharedAttention(nn.Module):
 
 
 VALUE_SIDE = ("weights_mixing", "x2w", "m2w")
-
-
-def mix(
-    maps: Float[Tensor, "b h t s"],
-    mixing: Float[Tensor, "g h"],
-    x: Float[Tensor, "b t i"],
-    of_target: Float[Tensor, "g h i"] | None,
-    of_source: Float[Tensor, "g h i"] | None,
-) -> Float[Tensor, "b g t s"]:
-    """Heads' maps mixed into others', by weights that are fixed and by such as tokens make.
-
-    ``gh,bhts -> bgts``, ``ghi,bti,bhts -> bgts``, ``ghi,bsi,bhts -> bgts``
-    """
-    mixed = (mixing @ maps.flatten(2)).view(len(maps), -1, *maps.shape[2:])
-    if of_target is not None:
-        weights = torch.einsum("ghi,bti->btgh", of_target, x)
-        mixed = mixed + (weights @ maps.permute(0, 2, 1, 3)).transpose(1, 2)
-    if of_source is not None:
-        weights = torch.einsum("ghi,bsi->bsgh", of_source, x)
-        mixed = mixed + (weights @ maps.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-    return mixed
-
-
-def gather(x: Float[Tensor, "b t r"], read: Tensor) -> Float[Tensor, "b t w"]:
-    """The channels ``read`` of every token; ``gather`` is what is fastest on the CPU."""
-    return x.gather(-1, read.expand(*x.shape[:-1], -1))
-
-
-def _probabilities(
-    logits: Float[Tensor, "b h t s"], mask: Tensor | None
-) -> Float[Tensor, "b h t s"]:
-    """Softmax over sources that are not masked, in float32 as transformers does it.
-
-    Raises
-    ------
-    NotImplementedError
-        Where the attention implementation's mask is not one of ``[b, 1, t, s]``.
-    """
-    if mask is not None:
-        if not isinstance(mask, Tensor) or mask.ndim != logits.ndim:
-            raise NotImplementedError(
-                "Talking heads mix logits or probabilities, which fused kernels do not give. "
-                "Use the attention implementation 'sdpa' or 'eager'."
-            )
-        lowest = torch.finfo(logits.dtype).min
-        logits = logits + mask if mask.is_floating_point() else logits.masked_fill(~mask, lowest)
-    return nn.functional.softmax(logits, dim=-1, dtype=torch.float32).to(logits.dtype)
 
 
 def rewrite(

@@ -23,7 +23,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from collabify.attention.base import SharedAttention, mix
+from collabify.attention.base import SharedAttention
+from collabify.attention.ops import mix
 from collabify.decompose.factors import BlockFactors, Factors
 
 

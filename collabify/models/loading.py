@@ -4,9 +4,10 @@ from typing import Any
 
 from torch import nn
 
+from collabify.attention import SharedAttention
 from collabify.config import ConversionConfig
 from collabify.errors import CheckpointError
-from collabify.models import find_attention
+from collabify.models import AttentionSite, find_attention
 
 
 def shape_as_recorded(model: nn.Module, record: ConversionConfig) -> None:
@@ -28,7 +29,9 @@ def shape_as_recorded(model: nn.Module, record: ConversionConfig) -> None:
 
 
 def check_loaded(model: Any, record: ConversionConfig) -> None:
-    """Refuse factors that the checkpoint did not have: transformers would make them up.
+    """Refuse factors that the checkpoint did not have, which transformers would make up.
+
+    Indices beyond what they index are refused, too.
 
     Raises
     ------
@@ -42,3 +45,15 @@ def check_loaded(model: Any, record: ConversionConfig) -> None:
                     f"{name!r} is not in the checkpoint, or not in "
                     "the shape that its config.json gives. Download or copy both again."
                 )
+        _check_indices(sites[layer.index])
+
+
+def _check_indices(site: AttentionSite) -> None:
+    module = site.module
+    found = module.indices() if isinstance(module, SharedAttention) else {}
+    for name, (indices, count) in found.items():
+        if not indices.is_meta and not bool(((indices >= 0) & (indices < count)).all()):
+            raise CheckpointError(
+                f"'{site.name}.{name}' must be from 0 to {count - 1} everywhere, and in the "
+                "checkpoint it is not. Download or copy it again."
+            )

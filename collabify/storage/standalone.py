@@ -22,7 +22,13 @@ from collabify.modelcard import MODELING_FILE, is_standalone
 _MODULES = (
     *("errors", "config", "forms"),
     *("decompose.factors", "decompose.values"),
-    *("attention.base", "attention.collaborative", "attention.talking_heads", "attention.tucker"),
+    *(
+        "attention.ops",
+        "attention.base",
+        "attention.collaborative",
+        "attention.talking_heads",
+        "attention.tucker",
+    ),
     *("attention", "models.refusal", "models.adapter"),
     *("models.albert", "models.bert", "models.distilbert", "models.vit", "models"),
     *("models.loading", "models.remote"),
