@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collabify.finetuning import finetune
     from collabify.healing import heal
     from collabify.models import find_attention
+    from collabify.storage import write_standalone
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "find_attention",
     "finetune",
     "heal",
+    "write_standalone",
 ]
 
 _HOME = {
@@ -42,6 +44,7 @@ _HOME = {
     "finetune": "collabify.finetuning",
     "heal": "collabify.healing",
     "CollabifyError": "collabify.errors",
+    "write_standalone": "collabify.storage",
 }
 
 

@@ -20,7 +20,6 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from collabify.config import QUANT_METHOD, ConversionConfig
-from collabify.errors import CheckpointError
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -44,18 +43,11 @@ class CollabifyQuantizer(HfQuantizer):
     commits: set[str | None]
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
-        from collabify.models import find_attention
+        from collabify.models.loading import shape_as_recorded
         from collabify.storage import commit_of
 
         self.commits = {commit_of(Path(file)) for file in kwargs.get("checkpoint_files") or ()}
-        sites = find_attention(model)
-        for layer in self.quantization_config.record.layers:
-            if layer.index >= len(sites):
-                raise CheckpointError(
-                    f"config.json's collabify record names layer {layer.index}, but the model has "
-                    f"{len(sites)} attention layers. Convert the model again."
-                )
-            sites[layer.index].install_empty(layer)
+        shape_as_recorded(model, self.quantization_config.record)
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> Any:
         """Leave an ordinary model that still says what it is, and takes its record along.
@@ -65,17 +57,10 @@ class CollabifyQuantizer(HfQuantizer):
         CheckpointError
             Where the checkpoint lacks a factor: transformers would make one up.
         """
-        from collabify.models import find_attention
+        from collabify.models.loading import check_loaded
         from collabify.storage import carry
 
-        sites = find_attention(model)
-        for layer in self.quantization_config.record.layers:
-            for name, tensor in sites[layer.index].factor_tensors():
-                if not getattr(tensor, "_is_hf_initialized", False) and not tensor.is_meta:
-                    raise CheckpointError(
-                        f"{name!r} is not in the checkpoint, or not in "
-                        "the shape that its config.json gives. Download or copy both again."
-                    )
+        check_loaded(model, self.quantization_config.record)
         model.config.quantization_config = self.quantization_config.to_dict()
         for name in ("hf_quantizer", "quantization_method", "is_quantized"):
             model.__dict__.pop(name, None)

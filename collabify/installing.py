@@ -63,6 +63,7 @@ def _own_config(model: nn.Module) -> Any:
     """The model's configuration, after making it a copy: models may share theirs with others."""
     shared = cast(Any, model).config
     own = copy.deepcopy(shared)
+    vars(own).pop("auto_map", None)  # code of the original's folder, which is not of this model
     for module in model.modules():
         if getattr(module, "config", None) is shared:
             cast(Any, module).config = own

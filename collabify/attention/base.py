@@ -38,7 +38,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from collabify.attention.mixing import gather, mix, probabilities
+from collabify.attention.ops import gather, mix, probabilities
 from collabify.decompose.factors import Factors
 from collabify.decompose.values import ValueFactors
 
@@ -159,6 +159,16 @@ class SharedAttention(nn.Module):
     def _register(self, name: str, value: Tensor | None) -> None:
         """A parameter, or none."""
         self.register_parameter(name, None if value is None else parameter(value))
+
+    def indices(self) -> dict[str, tuple[Tensor, int]]:
+        """Buffers that say which channels to read, with how many there are."""
+        if self.value_columns is None or self.context_rows is None:
+            return {}
+        values = int(getattr(self, self.layout.value).out_features)
+        return {
+            "value_columns": (self.value_columns, values),
+            "context_rows": (self.context_rows, self.value_columns.numel()),
+        }
 
     def value_width(self, heads: int) -> int:
         """Channels of the values of one of ``heads`` heads, e."""

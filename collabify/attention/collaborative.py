@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from collabify.attention.base import SharedAttention, parameter
-from collabify.attention.mixing import gather
+from collabify.attention.ops import gather
 from collabify.decompose.factors import CPFactors, Factors
 
 
@@ -50,6 +50,14 @@ class CollaborativeAttention(SharedAttention):
             width = max(kept + 1, self.value_width(heads))
             own = torch.arange(rank, rank + heads, device=factors.channels.device)[:, None]
             self.channels = torch.cat([factors.channels, own.expand(-1, width - kept)], dim=1)
+
+    def indices(self) -> dict[str, tuple[Tensor, int]]:
+        """With the rows of the shared key that the heads read."""
+        found = super().indices()
+        if self.channels is not None:
+            rows = int(getattr(self, self.layout.key).out_features)
+            found["channels"] = self.channels, rows
+        return found
 
     def factors(self) -> CPFactors:
         """Projections, mixing, and the channels that each head keeps."""

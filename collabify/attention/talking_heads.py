@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from collabify.attention.base import SharedAttention
-from collabify.attention.mixing import mix
+from collabify.attention.ops import mix
 from collabify.decompose.factors import BlockFactors, Factors
 
 

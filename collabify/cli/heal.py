@@ -67,6 +67,7 @@ def heal(
     """
     from collabify.healing import heal as run
     from collabify.healing import is_main_process, new_parameters
+    from collabify.info import describe
     from collabify.storage import (
         check_not_source,
         output_folder,
@@ -79,6 +80,8 @@ def heal(
     recover(Path(model))
     target = _target(model, out)
     in_place = out is None or target == Path(model).resolve()
+    if in_place:
+        describe(model)  # refuses what is damaged before it is no model's folder to write to
     with output_folder(target, overwrite=overwrite or in_place, keep=False):
         pass  # refuses before anything takes time
     loaded, source = load_model(model, "auto", device)

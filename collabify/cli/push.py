@@ -40,6 +40,12 @@ def push(
     create_pr: Annotated[
         bool, typer.Option("--create-pr", help="Propose it in a pull request.")
     ] = False,
+    standalone: Annotated[
+        bool,
+        typer.Option(
+            "--standalone", help="With code of its own, to load where collabify is not installed."
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the files and the card; send nothing.")
     ] = False,
@@ -65,7 +71,7 @@ def push(
     check_request(revision, create_pr=create_pr)
     if not dry_run:
         check_ready(repo)
-    found = package(model, repo)
+    found = package(model, repo, standalone=standalone)
     pushed = None
     if not dry_run:
         pushed = send(

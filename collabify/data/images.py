@@ -138,7 +138,7 @@ def load_image_encoder(processor: object, config: Any) -> tuple[Encoder, str]:
     at = pinned(location, config)
     auto: Any = AutoImageProcessor
     try:
-        loaded = auto.from_pretrained(location, **at)
+        loaded = auto.from_pretrained(location, trust_remote_code=False, **at)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         if at and not any(download(location, name, **at) for name in _SETTINGS):
             return _plain(location, config)

@@ -85,7 +85,9 @@ def load_tokenizer(processor: object, config: Any) -> Any:
             "calibration also takes 'synthetic'."
         )
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(location, **pinned(location, config))
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            location, trust_remote_code=False, **pinned(location, config)
+        )
     except Exception as error:  # tokenizers raises nothing narrower for a damaged file
         raise _no_tokenizer(location, first_line(error)) from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes one up

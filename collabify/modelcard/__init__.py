@@ -10,26 +10,32 @@ from typing import Any
 
 from collabify.modelcard.metadata import (
     CARRIED,
+    MODELING_FILE,
     architecture,
     auto_class,
     base_model,
+    is_standalone,
     metadata,
     scores,
+    standalone_class,
 )
 from collabify.modelcard.private import is_hub_id, public
 from collabify.modelcard.text import sizes, text
 
 __all__ = [
     "CARRIED",
+    "MODELING_FILE",
     "architecture",
     "auto_class",
     "base_model",
     "is_generated",
     "is_hub_id",
+    "is_standalone",
     "model_card",
     "public",
     "scores",
     "sizes",
+    "standalone_class",
 ]
 
 _MARK = re.compile(r"\n<!-- Written by collabify ([0-9a-f]{32})\. [^\n]* -->\n\Z")

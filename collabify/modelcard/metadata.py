@@ -17,6 +17,7 @@ _PIPELINES = {
     "ForMultipleChoice": "multiple-choice",
     "ForImageClassification": "image-classification",
 }
+MODELING_FILE = "modeling_collabify.py"  # of models that load without collabify
 # What a base model's own card says of it and of everything that is made of it.
 CARRIED = ("license", "license_name", "license_link", "language", "datasets", "base_model")
 
@@ -25,6 +26,22 @@ def architecture(config: Mapping[str, Any]) -> str | None:
     """The class that the model was saved with."""
     named = config.get("architectures") or [None]
     return named[0] if isinstance(named[0], str) else None
+
+
+def is_standalone(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration takes its classes from ``modeling_collabify.py``."""
+    named = config.get("auto_map")
+    module = f"{MODELING_FILE.removesuffix('.py')}."
+    references = named.values() if isinstance(named, Mapping) else ()
+    return any(str(each).rpartition("--")[2].startswith(module) for each in references)
+
+
+def standalone_class(config: Mapping[str, Any]) -> str:
+    """The Auto class that loads a standalone model with its head."""
+    best, name = auto_class(config), architecture(config)
+    named: Mapping[str, Any] = config["auto_map"]
+    fits = [auto for auto, each in named.items() if str(each).rpartition(".")[2] == name]
+    return best if best in fits or not fits else fits[0]
 
 
 def auto_class(config: Mapping[str, Any]) -> str:

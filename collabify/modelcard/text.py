@@ -5,7 +5,14 @@ from itertools import groupby
 from typing import Any
 
 from collabify.modelcard.commands import commands
-from collabify.modelcard.metadata import auto_class, base_model, scores
+from collabify.modelcard.metadata import (
+    MODELING_FILE,
+    auto_class,
+    base_model,
+    is_standalone,
+    scores,
+    standalone_class,
+)
 
 _METHODS = {
     "cp": "collaborative attention",
@@ -203,7 +210,17 @@ def _caveat() -> str:
 
 
 def _loading(config: Mapping[str, Any], repo: str) -> str:
-    cls = auto_class(config)
+    cls, alone = auto_class(config), ""
+    if is_standalone(config):
+        own = standalone_class(config)
+        alone = (
+            "\n\nWhere collabify is not installed, the model brings its own code, "
+            f"[`{MODELING_FILE}`]({MODELING_FILE}), which transformers runs if it is told to:\n\n"
+            "```python\n"
+            f"from transformers import {own}\n\n"
+            f'model = {own}.from_pretrained("{repo}", trust_remote_code=True)\n'
+            "```"
+        )
     return (
         "```python\n"
         "import collabify  # lets transformers load converted models\n"
@@ -212,7 +229,7 @@ def _loading(config: Mapping[str, Any], repo: str) -> str:
         "```\n\n"
         "A program that does not import collabify stops with a size mismatch; it never fills heads "
         "with random numbers unless it is told to ignore that."
-    )
+    ) + alone
 
 
 def _versions(record: Mapping[str, Any]) -> str:

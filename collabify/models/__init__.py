@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from collabify.attention import SharedAttention
 from collabify.errors import UnsupportedModelError
 from collabify.models import albert, bert, distilbert, vit
 from collabify.models.adapter import Adapter, AttentionSite, check_projections
@@ -64,6 +65,11 @@ def _sites(base_model: nn.Module, adapter: Adapter, kind: str) -> tuple[Attentio
     sites: list[AttentionSite] = []
     for name, module in base_model.named_modules():  # each distinct module once
         if isinstance(module, cls):
+            if hasattr(module, "set_factors") and not isinstance(module, SharedAttention):
+                raise UnsupportedModelError(
+                    f"{name!r} was built by the modeling_collabify.py of its model. Import "
+                    "collabify before loading it, or load it without trust_remote_code."
+                )
             check_projections(name, module, adapter.layout)
             output = adapter.output(name)
             projection = base_model.get_submodule(output)

@@ -10,7 +10,13 @@ from collabify.storage.carried import carry, note
 from collabify.storage.folders import output_folder, recover
 from collabify.storage.headers import Headers, headers
 from collabify.storage.loading import cast_to, check_device, find, load, quiet, read
-from collabify.storage.publishing import Package, conversion_of, package, parse_config
+from collabify.storage.publishing import (
+    Package,
+    conversion_of,
+    package,
+    parse_config,
+    write_standalone,
+)
 from collabify.storage.records import inherited, read_record, write_record
 from collabify.storage.source import (
     DEMO,
@@ -22,6 +28,7 @@ from collabify.storage.source import (
     locate,
     resolved,
 )
+from collabify.storage.standalone import modeling, with_auto_map
 from collabify.storage.writing import COMPANIONS, save, versions
 
 __all__ = [
@@ -44,6 +51,7 @@ __all__ = [
     "inherited",
     "load",
     "locate",
+    "modeling",
     "note",
     "output_folder",
     "package",
@@ -55,5 +63,7 @@ __all__ = [
     "resolved",
     "save",
     "versions",
+    "with_auto_map",
     "write_record",
+    "write_standalone",
 ]

@@ -20,6 +20,7 @@ from collabify.hub import CARD_FILE, CONFIG_FILE, download
 from collabify.modelcard import is_generated, model_card, public
 from collabify.storage.records import inherited, read_record, write_record
 from collabify.storage.source import Source
+from collabify.storage.standalone import keep_standalone
 from collabify.storage.writing import versions
 
 
@@ -33,11 +34,13 @@ class Carried:
         return _blank, (self.original,), self.__dict__
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As transformers does, with ``collabify.json``."""
+        """As transformers does, with ``collabify.json``, and its own code where it had that."""
         cast(Any, super()).save_pretrained(save_directory, *args, **kwargs)
         folder, record = Path(save_directory), _record(self)
-        if record and kwargs.get("is_main_process", True) and folder.is_dir():
-            write_record(folder, record)
+        if kwargs.get("is_main_process", True) and folder.is_dir():
+            keep_standalone(folder)
+            if record:
+                write_record(folder, record)
 
     def _upload_modified_files(self, working_dir: Any, repo_id: str, *args: Any, **kw: Any) -> Any:
         """As transformers does, with a card of ours where it would leave its empty one."""

@@ -71,6 +71,7 @@ def _local(folder: Path, name: str) -> Headers:
             with safe_open(folder / file, framework="np") as opened:
                 for tensor in opened.keys():  # noqa: SIM118 (it is no mapping)
                     found = opened.get_slice(tensor)
+                    _check_dtype(tensor, found.get_dtype(), f"{file!r} of {name!r}")
                     numbers[found.get_dtype()] += math.prod(found.get_shape())
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
@@ -80,17 +81,46 @@ def _local(folder: Path, name: str) -> Headers:
     return Headers(files, dict(numbers))
 
 
+_INDICES = ("channels", "value_columns", "context_rows")  # of converted layers
+
+
+def _check_dtype(tensor: str, dtype: str, where: str) -> None:
+    """Refuse whole numbers for weights, and others for indices: they would be cast silently."""
+    leaf = tensor.rpartition(".")[2]
+    whole = dtype.startswith(("I", "U", "BOOL"))
+    if leaf in _INDICES and not whole:
+        wanted = "whole numbers"
+    elif leaf in _WEIGHTS and whole:
+        wanted = "numbers in floating point"
+    else:
+        return
+    raise CheckpointError(
+        f"{tensor!r} in {where} holds {dtype} and must hold {wanted}. Make or copy the model again."
+    )
+
+
+_WEIGHTS = ("weight", "bias", "mixing", "core", "logits_mixing", "weights_mixing")
+
+
 def _files(folder: Path, name: str) -> tuple[str, ...]:
     """The file of the weights, or those that the index names."""
     if (folder / WEIGHTS_FILE).is_file():
         return (WEIGHTS_FILE,)
     if not (folder / INDEX_FILE).is_file():
+        pickled = sorted(path.name for path in folder.glob("pytorch_model*"))
+        if pickled:
+            raise ModelNotFoundError(
+                f"{name!r} has its weights in {pickled[0]}, a pickle, which could run code. "
+                "Save them as model.safetensors."
+            )
         raise ModelNotFoundError(
             f"{name!r} has no {WEIGHTS_FILE}. Give a folder that save_pretrained wrote."
         )
     try:
         index: Any = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
         files = sorted(set(index["weight_map"].values()))
+        if not files:
+            raise ValueError("it names no files")
         if any(Path(file).name != file for file in files):
             raise ValueError("it names files elsewhere")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -28,6 +28,7 @@ from collabify.errors import (
 )
 from collabify.hub import known_reason
 from collabify.models import find_attention, supported_model_types
+from collabify.storage.headers import headers
 from collabify.storage.source import Source, locate
 
 
@@ -130,6 +131,9 @@ def read(
         Where they cannot be used.
     """
     options |= {"config": config, "dtype": dtype, "output_loading_info": True, **_pin(source)}
+    options |= {"trust_remote_code": False, "use_safetensors": True}
+    if source.is_folder:
+        headers(source)  # checks them
     try:
         return cls.from_pretrained(source.location, **options)  # type: ignore[no-any-return]
     except SafetensorError as error:
@@ -167,7 +171,9 @@ def _commit(source: Source) -> str | None:
 def _load_config(source: Source) -> Any:
     """The model's configuration, with one-line errors."""
     try:
-        return transformers.AutoConfig.from_pretrained(source.location, **_pin(source))
+        return transformers.AutoConfig.from_pretrained(
+            source.location, trust_remote_code=False, **_pin(source)
+        )
     except OSError as error:
         if source.is_folder:
             raise CheckpointError(

@@ -12,10 +12,11 @@ from typing import Any
 from collabify.config import QUANT_METHOD, ConversionConfig
 from collabify.errors import CheckpointError, ModelNotFoundError, first_line
 from collabify.hub import CARD_FILE, CONFIG_FILE, RECORD_FILE, Content
-from collabify.modelcard import is_generated, model_card, public
+from collabify.modelcard import MODELING_FILE, is_generated, is_standalone, model_card, public
 from collabify.storage.headers import INDEX_FILE, WEIGHTS_FILE, headers
 from collabify.storage.records import read_record
 from collabify.storage.source import Source
+from collabify.storage.standalone import add_code, modeling, with_auto_map
 from collabify.storage.writing import COMPANIONS
 
 FIGURES = ("*.png", "*.svg", "*.pdf", "figures/*")
@@ -48,10 +49,20 @@ class Package:
         }
 
 
-def package(folder: Path, repo: str) -> Package:
+def package(folder: Path, repo: str, *, standalone: bool = False) -> Package:
     """Collect what of a converted model's folder goes into the repository ``repo``.
 
     A README.md that is not one of ours, unchanged, is somebody's own and goes as it is.
+
+    Parameters
+    ----------
+    folder
+        Of a converted model.
+    repo
+        ``user/name``.
+    standalone
+        Send the code along with which it loads without collabify; it also goes where the folder has
+        it, but always as collabify makes it.
 
     Raises
     ------
@@ -74,6 +85,10 @@ def package(folder: Path, repo: str) -> Package:
     if weights != (WEIGHTS_FILE,):
         files[INDEX_FILE] = folder / INDEX_FILE
     files |= {path.relative_to(folder).as_posix(): path for path in sorted(found)}
+    if standalone or is_standalone(config):
+        config = with_auto_map(config)
+        files[CONFIG_FILE] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+        files[MODELING_FILE] = modeling().encode()
     if record:
         files[RECORD_FILE] = (json.dumps(public(record), indent=2) + "\n").encode()
     card = "generated"
@@ -83,6 +98,29 @@ def package(folder: Path, repo: str) -> Package:
         files[CARD_FILE] = _card(folder, record, config, repo, sentences="modules.json" in names)
     left_out = tuple(name for name in names if name not in files)
     return Package(files, card, left_out)
+
+
+def write_standalone(folder: str | Path) -> None:
+    """Let a saved model load where collabify is not installed.
+
+    ``modeling_collabify.py`` is written there, and named in ``config.json``, for
+    ``AutoModel*.from_pretrained(folder, trust_remote_code=True)``.
+
+    Parameters
+    ----------
+    folder
+        Of a converted model.
+
+    Raises
+    ------
+    ModelNotFoundError
+        Where it is no model's folder.
+    CheckpointError
+        Where the model was not converted, or its configuration cannot be read.
+    """
+    folder = Path(folder)
+    check_converted(folder, read_config(folder))
+    add_code(folder)
 
 
 _PATTERNS = (*COMPANIONS, *FIGURES)

@@ -19,7 +19,8 @@ def mix(
 
     ``gh,bhts -> bgts``, ``ghi,bti,bhts -> bgts``, ``ghi,bsi,bhts -> bgts``
     """
-    mixed = (mixing @ maps.flatten(2)).view(len(maps), len(mixing), *maps.shape[2:])
+    # Not len(maps), which torch.export would take for a constant.
+    mixed = (mixing @ maps.flatten(2)).view(maps.shape[0], mixing.shape[0], *maps.shape[2:])
     if of_target is not None:
         weights = torch.einsum("ghi,bti->btgh", of_target, x)
         mixed = mixed + (weights @ maps.permute(0, 2, 1, 3)).transpose(1, 2)
