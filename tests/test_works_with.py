@@ -403,3 +403,9 @@ def test_attentions_and_hidden_states(
         assert probs.shape == (2, 12, 18, 18)
         assert_close(probs.sum(-1), torch.ones(2, 12, 18), "kernels")
         assert probs[0][:, :, ~real[0]].abs().max() == 0, "padding is never attended to"
+
+
+def test_a_configuration_alone_builds_the_original(folder: tuple[Path, Path]) -> None:
+    config = transformers.AutoConfig.from_pretrained(folder[0])
+    model = transformers.AutoModel.from_config(config)
+    assert not any(site.converted for site in find_attention(model))
