@@ -33,7 +33,7 @@ def shape_as_recorded(model: nn.Module, record: ConversionConfig) -> None:
 def check_shapes(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
     """Refuse tensors of other shapes than the modules were built for.
 
-    Where a quantizer is at work, transformers before 5.23 takes them from the checkpoint as they
+    Where a quantizer is at work, transformers up to 5.22 takes them from the checkpoint as they
     are.
 
     Raises
