@@ -9,8 +9,8 @@ from torch import nn
 from collabify.errors import OptionError
 from collabify.models import find_attention
 from collabify.planning import check_finite, select
-from collabify.results import AnalysisReport, LayerSpectra, directions
 from collabify.spaces import Progress, calibrate, load, read
+from collabify.spectra import AnalysisReport, LayerSpectra, directions
 from collabify.spectrum import layer_spectra
 
 SUGGESTION_ENERGY = 0.95  # relative error of the head-SVD, the floor of every method: 0.22

@@ -3,35 +3,18 @@
 model -> sites -> forms -> (whitened by what the layers see) -> factors -> model
 """
 
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from typing import Any, Literal, cast
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
-from collabify.config import LayerConfig
-from collabify.decompose import (
-    Decomposition,
-    Factors,
-    ValueFactors,
-    fit_block_term,
-    fit_cp,
-    fit_head_svd,
-    fit_own_heads,
-    fit_tucker,
-    fit_values,
-    value_strengths,
-)
-from collabify.decompose.mixed_values import fit_mixed_values
+from collabify.decompose import value_strengths
 from collabify.drift import measure_drift, shadow
 from collabify.errors import OptionError
-from collabify.forms import HeadForms
 from collabify.healing import heal as heal_model
 from collabify.installing import install, undone_on_failure
-from collabify.models import AttentionSite, find_attention
+from collabify.models import find_attention
 from collabify.planning import (
     Method,
     Projections,
@@ -44,9 +27,9 @@ from collabify.planning import (
 )
 from collabify.results import ConversionReport, LayerReport
 from collabify.sensitivity import sensitivities
-from collabify.spaces import Progress, Spaces, calibrate, load, place, read
+from collabify.sharing import planned, share, share_values
+from collabify.spaces import Progress, Spaces, calibrate, load, place
 from collabify.storage import carry
-from collabify.talking import drawn
 
 
 def convert(
@@ -114,7 +97,7 @@ def convert(
         as many as heads, of the width that ``dk`` leaves.
     projections
         For ``talking-heads``: ``logits`` (P_l), ``weights`` (P_w) or ``both``. By default P_l, and
-        P_w where ``value_heads`` says so or nothing says anything.
+        P_w where ``value_heads`` says so or no size is given at all.
     dynamic
         For ``talking-heads``: whether these projections have terms that depend on the tokens, drawn
         small by ``seed``, for training.
@@ -174,7 +157,8 @@ def convert(
     >>> report = collabify.convert(model, dk=256)  # doctest: +SKIP
     >>> report.query_key.kept  # doctest: +SKIP
     """
-    silent = (base_heads, base_width, value_heads, projections) == (None,) * 4
+    sizes = (dk, kept, error, dv, kept_values, base_heads, base_width, value_heads, projections)
+    silent = all(size is None for size in sizes)
     mixes = projections in ("weights", "both") or (method == "talking-heads" and silent)
     of_values = ValueRequest(dv, kept_values, value_heads, mixes, dynamic, multiple)
     request = Request(
@@ -217,7 +201,9 @@ def convert(
             None if progress is None else lambda n: progress("Weighing", n, len(sites), ""),
         )
     strengths = {
-        site.index: value_strengths(site.read_values(), spaces.contexts.get(site.index))
+        site.index: value_strengths(
+            site.read_values(device=place(site, device)), spaces.contexts.get(site.index)
+        )
         for site in sites
         if kept_values is not None
     }
@@ -227,7 +213,7 @@ def convert(
     reports, found = [], []
     working = shadow(model) if sequential else None
     for site, layer in zip(sites, plan.layers, strict=True):
-        report = _planned(site, layer)
+        report = planned(site, layer)
         if not dry_run:
             follower = None if working is None else find_attention(working)[site.index]
             if follower is not None:
@@ -295,104 +281,6 @@ def _check_data(steps: int | None, calibration: object, *, sequential: bool) -> 
             f"heal={steps} needs data, and calibration={calibration!r} has none. "
             "Leave out --calibration for 'synthetic', or give a file."
         )
-
-
-def _planned(site: AttentionSite, layer: LayerConfig) -> LayerReport:
-    """What is known of a layer before anything is fitted."""
-    named = {name: value for name, value in asdict(layer).items() if name not in ("form", "index")}
-    return LayerReport(site.index, site.name, **named)
-
-
-def share(
-    site: AttentionSite,
-    layer: LayerConfig,
-    spaces: Spaces,
-    request: Request,
-    seed: int,
-    device: torch.device | str | None,
-) -> tuple[Factors, Float[Tensor, "h j"], LayerReport]:
-    """One layer's heads in shared form, with the content bias that goes with it."""
-    start = time.perf_counter()
-    forms, whitened = read(site, device), spaces.whitened(site, device)
-    energy = float(whitened.squared_norms().sum() * whitened.scale**2)
-    space = spaces.inputs.get(site.index)
-    if request.is_exact(site, layer.rank):
-        # Nothing is lost in any space, and less is rounded in this one.
-        space, whitened = None, forms
-    found = _decompose(whitened, layer, request, seed)
-    factors, content = found.factors, forms.content
-    if space is not None:
-        factors = factors.transformed(space.inverse.to(content.dtype).to(content.device))
-        mean = space.mean.to(content.dtype).to(content.device)
-        content = content + forms.key_term(mean) - factors.key_term(mean)
-    report = replace(
-        _planned(site, layer),
-        energy=energy,
-        relative_error=factors.relative_error(forms),
-        calibrated_error=None if space is None else found.relative_error,
-        sweeps=found.sweeps,
-        converged=found.converged,
-        seconds=time.perf_counter() - start,
-    )
-    return drawn(factors, layer, seed), content, report
-
-
-def share_values(
-    site: AttentionSite,
-    layer: LayerConfig,
-    spaces: Spaces,
-    request: Request,
-    seed: int,
-    device: torch.device | str | None,
-    report: LayerReport,
-) -> tuple[ValueFactors | None, LayerReport]:
-    """One layer's values and outputs in fewer channels, or ``None`` where they stay."""
-    if layer.values is None:
-        return None, report
-    start = time.perf_counter()
-    forms = site.read_values(device=place(site, device))
-    has_bias = site.value.bias is not None
-    if layer.value_heads is None:
-        seen = spaces.contexts.get(site.index)
-        factors, error = fit_values(forms, seen, layer.values, has_bias=has_bias)
-    else:
-        factors, error = fit_mixed_values(
-            forms,
-            spaces.attended.get(site.index),
-            layer.value_heads,
-            layer.values // layer.value_heads,
-            has_bias=has_bias,
-            iterations=request.iterations,
-            tolerance=request.tolerance,
-        )
-    seconds = (report.seconds or 0.0) + time.perf_counter() - start
-    return drawn(factors, layer, seed), replace(report, value_error=error, seconds=seconds)
-
-
-def _decompose(forms: HeadForms, layer: LayerConfig, request: Request, seed: int) -> Decomposition:
-    """One layer's heads by the solver asked for."""
-    stop: dict[str, Any] = {"iterations": request.iterations, "tolerance": request.tolerance}
-    if request.solver == "tensorly":
-        from collabify.decompose.oracle import fit_cp_tensorly, fit_tucker_tensorly
-
-        if request.method == "cp":
-            return fit_cp_tensorly(forms, layer.rank, seed=seed, **stop)
-        return fit_tucker_tensorly(forms, layer.rank, head_rank=layer.head_rank, seed=seed, **stop)
-    if request.method == "cp":
-        return fit_cp(forms, layer.rank, channels=layer.channels, **stop)
-    if request.method == "talking-heads":
-        return _talking_heads(forms, layer, stop)
-    if request.method == "tucker":
-        return fit_tucker(forms, layer.rank, head_rank=layer.head_rank, **stop)
-    return fit_head_svd(forms, layer.rank, channels=layer.channels)
-
-
-def _talking_heads(forms: HeadForms, layer: LayerConfig, stop: dict[str, Any]) -> Decomposition:
-    """Base heads; where there is no P_l, each head's own strongest triplets."""
-    if layer.base_heads is not None:
-        width = layer.rank // layer.base_heads
-        return fit_block_term(forms, layer.base_heads, width, **stop)
-    return fit_own_heads(forms, layer.rank // forms.num_heads)
 
 
 def _error(report: LayerReport) -> float:

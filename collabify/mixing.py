@@ -42,6 +42,8 @@ class Mixing:
     kind
         ``M`` (channels, or cores, that heads mix), ``P_l`` (base heads) or ``P_w`` (heads whose
         probabilities value heads mix).
+    of
+        What is mixed, in words.
     weights
         A row for each head that mixes; of channels times their lengths.
     effective
@@ -51,6 +53,7 @@ class Mixing:
     index: int
     name: str
     kind: Kind
+    of: str
     weights: tuple[tuple[float, ...], ...]
     effective: tuple[float, ...]
 
@@ -61,7 +64,7 @@ class Mixing:
 
     def words(self) -> str:
         """One line for a person."""
-        reads, of = NAMES[self.kind]
+        reads, of = NAMES[self.kind][0], self.of
         least, most = min(self.effective), max(self.effective)
         return (
             f"layer {self.index}, {self.kind}: a {reads} reads {self.mean_effective:.1f} of "
@@ -95,9 +98,10 @@ class MixingReport:
     def reading(self) -> str:
         """One sentence a kind."""
         said = []
-        for kind, (reads, of) in NAMES.items():
+        for kind, (reads, _) in NAMES.items():
             found = self.of(kind)
             if found:
+                of = found[0].of
                 mean = sum(mixing.mean_effective for mixing in found) / len(found)
                 out_of = sum(len(mixing.weights[0]) for mixing in found) / len(found)
                 said.append(f"{kind}: a {reads} reads {mean:.1f} of {out_of:.0f} {of}.")
@@ -150,7 +154,10 @@ def mixing_report(model: nn.Module, *, layers: Sequence[int] | None = None) -> M
     for site in chosen:
         for kind, weights in _matrices(cast(SharedAttention, site.module)):
             rows = tuple(tuple(row) for row in weights.tolist())
-            found.append(Mixing(site.index, site.name, kind, rows, tuple(effective(weights))))
+            shared = cast(SharedAttention, site.module)
+            is_core = kind == "M" and isinstance(shared.factors(), TuckerFactors)
+            of = "shared cores" if is_core else NAMES[kind][1]
+            found.append(Mixing(site.index, site.name, kind, of, rows, tuple(effective(weights))))
     return MixingReport(tuple(found), len(chosen))
 
 

@@ -10,6 +10,8 @@ from collabify.errors import OutputError
 from collabify.mixing import NAMES, Kind, Mixing, MixingReport
 from collabify.report import check_figure_path
 
+FEW = 200  # rows up to which neighbours are put in the best order, which takes their cube
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -61,7 +63,7 @@ def _heat_map(axes: "Axes", mixing: Mixing) -> None:
     largest = float(np.abs(ordered).max()) or 1.0
     axes.set_axis_on()
     axes.imshow(ordered, aspect="auto", cmap="RdBu_r", vmin=-largest, vmax=largest)
-    reads, of = NAMES[mixing.kind]
+    reads, of = NAMES[mixing.kind][0], mixing.of
     axes.set_xticks([])
     axes.set_yticks([])
     axes.set_xlabel(of, fontsize=8)
@@ -77,4 +79,5 @@ def by_likeness(rows: np.ndarray) -> list[int]:
     directions = rows / np.where(lengths > 0, lengths, 1)
     apart = 1 - (directions @ directions.T) ** 2
     condensed = np.clip(apart[np.triu_indices(len(rows), 1)], 0, None)
-    return [int(n) for n in leaves_list(linkage(condensed, "average", optimal_ordering=True))]
+    tree = linkage(condensed, "average", optimal_ordering=len(rows) <= FEW)
+    return [int(n) for n in leaves_list(tree)]

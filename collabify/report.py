@@ -10,14 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from collabify.errors import OptionError, OutputError
-from collabify.results import (
-    AnalysisReport,
-    ConversionReport,
-    LayerReport,
-    LayerSpectra,
-    Spectrum,
-    directions,
-)
+from collabify.results import ConversionReport, LayerReport
+from collabify.spectra import AnalysisReport, LayerSpectra, Spectrum, directions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,7 +78,7 @@ def conversion_table(report: ConversionReport) -> tuple[list[str], list[list[str
     heads = ["layer", "name", "rank", "", "per head", "error", "of weights", "sweeps", "seconds"]
     has_values = any(layer.values is not None for layer in report.layers)
     if has_values:
-        heads[5:5] = ["values", "error"]
+        heads[5:5] = ["values", "value error"]
     widest = max(layer.rank for layer in report.layers)
     rows = []
     for layer in report.layers:

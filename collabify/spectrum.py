@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from collabify.forms import HeadForms
-from collabify.results import LayerSpectra, Spectrum
+from collabify.spectra import LayerSpectra, Spectrum
 
 
 def layer_spectra(forms: HeadForms, *, index: int = 0, name: str = "") -> LayerSpectra:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FORMS, HEADS, LOW, LOW_RANK, TINY, Tiny, factors, run, sources
+from tiny_models import FORMS, HEADS, LOW, LOW_RANK, TINY, Tiny, factors, pairs, run, sources
 from tolerances import TOLERANCES, assert_close
 from torch import Tensor, nn
 
 from collabify import convert, find_attention
 
 every_model = pytest.mark.parametrize("name", TINY)
-every_form = pytest.mark.parametrize("form", FORMS)
+every_pair = pytest.mark.parametrize(("name", "form"), pairs(FORMS))
 every_kernel = pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 
 # Parameters by name, independent of the adapters.
@@ -110,8 +110,7 @@ def slow_output(site: Any, x: Tensor, probs: Tensor) -> Tensor:
 
 
 @every_kernel
-@every_form
-@every_model
+@every_pair
 def test_exact_factors_change_no_real_token(name: str, form: str, kernel: str) -> None:
     tiny = TINY[name]
     model = tiny.build(dtype=torch.float64)
@@ -125,8 +124,7 @@ def test_exact_factors_change_no_real_token(name: str, form: str, kernel: str) -
         assert_close(run(model, batch), before, "exact")
 
 
-@every_form
-@every_model
+@every_pair
 def test_exact_factors_return_the_same_attention(name: str, form: str) -> None:
     tiny = TINY[name]
     model = tiny.build(dtype=torch.float64)
@@ -141,8 +139,7 @@ def test_exact_factors_return_the_same_attention(name: str, form: str) -> None:
         assert_close(actual, expected, "exact")
 
 
-@pytest.mark.parametrize("form", LOW)
-@every_model
+@pytest.mark.parametrize(("name", "form"), pairs(LOW))
 def test_low_rank_is_what_its_factors_say(name: str, form: str) -> None:
     tiny = TINY[name]
     model = tiny.build(dtype=torch.float64)
@@ -186,8 +183,7 @@ def test_content_bias_is_the_query_bias_seen_by_the_keys(name: str) -> None:
 
 
 @every_kernel
-@every_form
-@every_model
+@every_pair
 def test_dropout_acts_as_before(name: str, form: str, kernel: str) -> None:
     tiny = TINY[name]
     model = tiny.build(dtype=torch.float64, attention_dropout=0.3, dropout=0.1).train()
@@ -215,8 +211,7 @@ def test_attention_dropout_alone_acts_in_training_only(name: str) -> None:
     assert (first - still).abs().max() > 1e-3
 
 
-@every_form
-@every_model
+@every_pair
 def test_gradients_reach_every_factor(name: str, form: str) -> None:
     tiny = TINY[name]
     model = tiny.build().train()
@@ -249,8 +244,7 @@ def test_gradients_of_everything_else_are_the_same(name: str) -> None:
         assert_close(gradients[1][key], gradient, "gradient")
 
 
-@every_form
-@every_model
+@every_pair
 def test_everything_else_stays_the_same_object(name: str, form: str) -> None:
     model = TINY[name].build(headed=True)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
@@ -266,8 +260,7 @@ def test_everything_else_stays_the_same_object(name: str, form: str) -> None:
         assert modules[key] is module or replaced.search(key), key
 
 
-@every_form
-@every_model
+@every_pair
 def test_every_factor_matters(name: str, form: str) -> None:
     model = TINY[name].build()
     convert(model, **LOW[form])
@@ -335,8 +328,7 @@ def count(model: nn.Module) -> tuple[int, int, int]:
     return query_key, query_key + value_output, sum(sizes.values())
 
 
-@every_form
-@every_model
+@every_pair
 @pytest.mark.parametrize("layers", [None, [0]])
 def test_report_counts_what_is_there(name: str, form: str, layers: list[int] | None) -> None:
     model = TINY[name].build(headed=True)
@@ -364,8 +356,7 @@ def test_report_counts_what_is_there(name: str, form: str, layers: list[int] | N
     [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
     ids=["deepcopy", "pickle"],
 )
-@every_form
-@every_model
+@every_pair
 def test_copies_work(name: str, form: str, copied: Any) -> None:
     tiny: Tiny = TINY[name]
     model = tiny.build()
@@ -382,8 +373,7 @@ def test_copies_work(name: str, form: str, copied: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-@every_form
-@every_model
+@every_pair
 def test_half_precision_stays(name: str, form: str, dtype: torch.dtype) -> None:
     tiny = TINY[name]
     model = tiny.build(dtype=dtype)
@@ -399,7 +389,7 @@ def test_half_precision_stays(name: str, form: str, dtype: torch.dtype) -> None:
     assert difference < TOLERANCES[str(dtype).removeprefix("torch.")]
 
 
-@every_form
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("option", ["cache", "past_key_values", "encoder_hidden_states"])
 def test_caches_are_refused(form: str, option: str) -> None:
     model = TINY["bert"].build()
@@ -410,7 +400,7 @@ def test_caches_are_refused(form: str, option: str) -> None:
     module(torch.randn(1, 2, 24), **{option: None})
 
 
-@every_form
+@pytest.mark.parametrize("form", FORMS)
 def test_frozen_models_stay_frozen(form: str) -> None:
     model = TINY["bert"].build().requires_grad_(False)
     convert(model, **LOW[form])

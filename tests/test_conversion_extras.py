@@ -12,13 +12,13 @@ from tiny_models import HEAD_DIM, HEADS, TINY
 from tolerances import TOLERANCES
 
 from collabify import convert, find_attention, heal
-from collabify.conversion import share
 from collabify.data import load_calibration
 from collabify.drift import measure_drift
 from collabify.drift import shadow as shadow_of
 from collabify.errors import OptionError, RankError, UnsupportedModelError
 from collabify.planning import Request
 from collabify.sensitivity import SMALLEST, sensitivities
+from collabify.sharing import share
 from collabify.spaces import calibrate
 
 

@@ -44,7 +44,11 @@ def test_every_form_shows_what_it_mixes(form: str) -> None:
         assert f"layer {mixing.index}, {mixing.kind}: a " in mixing.words()
     assert ("nothing is mixed" in report.reading()) == (not KINDS[form])
     assert json.loads(report.to_json())["layers"] == 2
-    assert mixing_figure(report).axes
+    panels = [axes for axes in mixing_figure(report).axes if axes.images]
+    drawn = sorted(axes.get_title() for axes in panels)
+    assert drawn == sorted(
+        f"{m.kind}: {m.mean_effective:.1f} of {len(m.weights[0])}" for m in report.mixings
+    )
 
 
 def test_channels_count_by_their_lengths() -> None:

@@ -53,8 +53,14 @@ def minilm(real_model: Callable[[str], Path]) -> tuple[Path, Any, dict[str, Tens
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 @pytest.mark.parametrize(
     "form",
-    [{"method": "cp"}, {"method": "head-svd"}, {"method": "tucker"}],
-    ids=lambda form: form["method"],
+    [
+        {"method": "cp"},
+        {"method": "head-svd"},
+        {"method": "tucker"},
+        {"method": "talking-heads"},
+        {"method": "cp", "dv": 384},
+    ],
+    ids=lambda form: "-".join(map(str, form.values())),
 )
 def test_minilm_is_itself_at_full_width(minilm: Any, form: dict[str, Any], kernel: str) -> None:
     folder, _, batch = minilm

@@ -7,7 +7,7 @@ import torch
 from tolerances import TOLERANCES, assert_close
 
 from collabify.forms import HeadForms
-from collabify.results import AnalysisReport, LayerSpectra, Spectrum, directions
+from collabify.spectra import AnalysisReport, LayerSpectra, Spectrum, directions
 from collabify.spectrum import layer_spectra, product_squares
 
 QUERY_SIZE, KEY_SIZE = 17, 19

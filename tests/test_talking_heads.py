@@ -9,7 +9,7 @@ import torch
 from conftest import HEAD_DIM, HEADS, KEY_SIZE, QUERY_SIZE
 from tiny_models import FORMS, LOW, TINY, factors, run, sources
 from tolerances import TOLERANCES, assert_close
-from torch import Tensor
+from torch import Tensor, nn
 
 from collabify import convert, find_attention
 from collabify.attention import GeneralBilinearAttention
@@ -133,8 +133,8 @@ def attend(site: Any, x: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
     return output, probs
 
 
-@pytest.mark.parametrize("name", ["bert", "albert-groups", "distilbert", "vit", "vit-no-bias"])
-@pytest.mark.parametrize("form", ["as trained", *LOW])
+@pytest.mark.parametrize("name", ["bert", "albert-groups", "distilbert", "vit-no-bias", "vit-wide"])
+@pytest.mark.parametrize("form", ["as trained", "uneven", *LOW])
 def test_every_form_is_general_bilinear_attention(name: str, form: str) -> None:
     """Each layer, run forwards, against the full forms that its factors stand for."""
     tiny = TINY[name]
@@ -142,7 +142,15 @@ def test_every_form_is_general_bilinear_attention(name: str, form: str) -> None:
     model.set_attn_implementation("eager")
     batch = tiny.batch(model)
     allowed = sources(model, batch)
-    if form != "as trained":
+    if form == "uneven":  # four base heads, three heads, two value heads, all of other widths
+        uneven = {
+            "base_heads": 4,
+            "dk": 20 if name == "vit-wide" else 12,
+            "value_heads": 2,
+            "dv": 14,
+        }
+        convert(model, method="talking-heads", calibration="none", **uneven)
+    elif form != "as trained":
         convert(model, **LOW[form])
     seen: list[tuple[Any, Tensor, Tensor, Tensor]] = []
     for site in find_attention(model):
@@ -201,18 +209,25 @@ def test_inserted_projections_change_nothing(projections: Any, kernel: str) -> N
 
 
 def test_heads_talk_once_trained() -> None:
-    """Where P_l and P_w are no identities, every head's probabilities reach every other."""
+    """Where P_l and P_w are no identities, a head's logits and probabilities reach another."""
     tiny = TINY["bert"]
     model = tiny.build(dtype=torch.float64)
     convert(model, method="talking-heads")
     module: Any = find_attention(model)[0].module
     x = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(3)).double()
     with torch.no_grad():
-        before = module(x)[1]
+        context, probs = module(x)
         module.logits_mixing[2, 0] += 0.5
         after = module(x)[1]
-    assert torch.equal(before[:, :2], after[:, :2])
-    assert (before[:, 2] - after[:, 2]).abs().max() > 1e-2
+        assert torch.equal(probs[:, :2], after[:, :2])
+        assert (probs[:, 2] - after[:, 2]).abs().max() > 1e-2
+        module.logits_mixing[2, 0] -= 0.5
+        module.weights_mixing[1, 2] += 0.5
+        mixed = module(x)[0] - context
+        value = module.value(x)[..., 8:16]
+    assert_close(mixed[..., 8:16], 0.5 * probs[:, 2] @ value, "reference")
+    assert mixed[..., :8].abs().max() < TOLERANCES["exact"]
+    assert mixed[..., 16:].abs().max() < TOLERANCES["exact"]
 
 
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
@@ -296,17 +311,24 @@ def test_logits_are_the_same_through_a_kernel() -> None:
         assert_close(query @ key.mT, module.logits(x, q, k), "exact")
 
 
-@pytest.mark.parametrize("form", ["talking-heads", "talking-weights", "value-heads"])
-def test_dropout_acts_after_the_mixing(form: str) -> None:
-    tiny = TINY["bert"]
-    model = tiny.build(attention_dropout=0.5).train()
-    convert(model, **LOW[form])
-    batch = tiny.batch(model)
+def test_dropout_acts_after_the_mixing() -> None:
+    """Where one value head reads two heads alike, dropout takes both of a pair or neither."""
+    model = TINY["bert"].build(attention_dropout=0.5, dtype=torch.float64).train()
+    convert(model, method="talking-heads", calibration="none")
+    module: Any = find_attention(model)[0].module
+    x = torch.randn(1, 6, 24, generator=torch.Generator().manual_seed(3)).double()
     with torch.no_grad():
-        first, second = (run(model, batch) for _ in range(2))
-        assert (first - second).abs().max() > 1e-3
-        still = run(model.eval(), batch)
-        assert torch.equal(still, run(model, batch))
+        module.weights_mixing.copy_(torch.tensor([[1, 1, 0], [0, 1, 0], [0, 0, 1]]))
+        module.value.weight.copy_(torch.eye(24))
+        module.value.bias.zero_()
+        probs = module(x)[1]
+        torch.manual_seed(7)
+        context = module(x)[0]
+        mixed = torch.stack([probs[:, 0] + probs[:, 1], probs[:, 1], probs[:, 2]], dim=1)
+        torch.manual_seed(7)
+        dropped = nn.functional.dropout(mixed, 0.5)
+    value = x.view(1, 6, 3, 8).transpose(1, 2)
+    assert_close(context, (dropped @ value).transpose(1, 2).flatten(2), "reference")
 
 
 def test_gradients_reach_what_tokens_decide() -> None:
@@ -361,7 +383,17 @@ REFUSED: list[tuple[type[Exception], dict[str, Any], str]] = [
     (
         RankError,
         {"method": "talking-heads", "base_heads": 5},
-        "dk=40 must be between 1 and 24",
+        "base_heads=5 of 8 channels each are 40, above the 24 of",
+    ),
+    (
+        RankError,
+        {"method": "talking-heads", "base_heads": 1, "base_width": 25},
+        "base_width=25 must be at most 24, the inputs of",
+    ),
+    (
+        OptionError,
+        {"method": "talking-heads", "channels": "all"},
+        "channels='all' goes with method='cp' or 'head-svd' only",
     ),
     (
         RankError,

@@ -2,10 +2,13 @@
 
 import copy
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 from tiny_models import HEADS, LOW, TINY, run, sources
 from tolerances import TOLERANCES, assert_close
 from torch import Tensor
@@ -16,7 +19,7 @@ from collabify.calibration import Moments, collect_moments
 from collabify.decompose import ValueFactors, ValueForms, fit_values, value_strengths
 from collabify.decompose.mixed_values import fit_mixed_values
 from collabify.drift import eager
-from collabify.errors import OptionError, RankError, UnsupportedModelError
+from collabify.errors import CheckpointError, OptionError, RankError, UnsupportedModelError
 from collabify.healing.checks import new_parameters
 
 INPUT, OUTPUT, WIDTH, TOKENS = 11, 13, 5, 400
@@ -324,6 +327,8 @@ REFUSED: list[tuple[type[Exception], dict[str, Any], str]] = [
     (RankError, {"dv": 9, "value_heads": 2}, "dv=9 must be a multiple of 2"),
     (RankError, {"value_heads": 4}, "dv=32 must be between 1 and 24"),
     (RankError, {"kept_values": 0.01}, "kept_values=0.01 must be at least 0.3"),
+    (RankError, {"kept_values": 0.4, "multiple": 16}, "kept_values=0.4 must be at least 0.6"),
+    (OptionError, {"dk": None, "dv": 8, "method": "tucker"}, "no size given"),
 ]
 
 
@@ -334,8 +339,68 @@ def test_what_does_not_fit_is_refused(
     model = TINY["bert"].build()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(kind, match=re.escape(message)):
-        convert(model, dk=10, calibration="none", **options)
+        convert(model, **{"dk": 10, "calibration": "none"} | options)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_value_heads_are_no_wider_than_their_input() -> None:
+    with pytest.raises(RankError, match="dv=33 in 1 value heads is 33 channels for each, above"):
+        convert(TINY["vit-wide"].build(), dk=10, calibration="none", value_heads=1, dv=33)
+
+
+def test_an_output_that_is_no_plain_projection_is_refused() -> None:
+    model = TINY["bert"].build()
+    model.encoder.layer[1].attention.output.dense = torch.nn.Identity()
+    with pytest.raises(UnsupportedModelError, match="is a Identity, not a torch"):
+        convert(model, dk=10, dv=12, calibration="none")
+
+
+def test_all_channels_are_values_of_our_own(tmp_path: Path) -> None:
+    """They are healed, and their loss in a checkpoint is noticed, as of fewer."""
+    model = TINY["bert"].build()
+    convert(model, dk=10, dv=24, calibration="none")
+    assert all(site.values_converted for site in find_attention(model))
+    trained = {id(parameter) for parameter in new_parameters(model)}
+    assert id(find_attention(model)[1].output.weight) in trained
+    model.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    del state["encoder.layer.1.attention.output.dense.weight"]
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"attention\.output\.dense\.weight"):
+        transformers.AutoModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"method": "talking-heads"}, {"dk": 24, "dv": 24}])
+def test_nothing_new_lies_in_the_memory_of_the_old(options: dict[str, Any]) -> None:
+    model = TINY["bert"].build(dtype=torch.float64)
+    old = {parameter.data_ptr() for parameter in model.parameters()}
+    convert(model, calibration="none", **options)
+    assert not {parameter.data_ptr() for parameter in new_parameters(model)} & old
+
+
+def test_what_was_frozen_stays_frozen() -> None:
+    model = TINY["bert"].build()
+    first, second = find_attention(model)
+    first.value.requires_grad_(False)
+    second.output.requires_grad_(False)
+    convert(model, dk=10, value_heads=2, calibration="none")
+    module: Any = first.module
+    assert not first.value.weight.requires_grad
+    assert not module.weights_mixing.requires_grad
+    assert module.mixing.requires_grad
+    assert first.output.weight.requires_grad
+    assert second.value.weight.requires_grad
+    assert not second.output.weight.requires_grad
+    assert not second.output.bias.requires_grad
+
+
+def test_values_are_as_wide_as_scores() -> None:
+    """Kernels want queries, keys and values of one width, at full width too."""
+    for dk in (10, 24):
+        model = TINY["bert"].build()
+        convert(model, dk=dk, dv=12, calibration="none")
+        module: Any = find_attention(model)[0].module
+        assert module.value_columns.shape == module.channels.shape == (3, 8 if dk == 10 else 9)
 
 
 def test_means_need_a_bias_to_go_to() -> None:

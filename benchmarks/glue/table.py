@@ -14,11 +14,14 @@ to the original, paired by example.
 """
 
 import argparse
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 import collabify
 from collabify.data.glue import encode, load_task
@@ -79,6 +82,22 @@ def prepare(given: argparse.Namespace, task: str) -> None:
             print(task, share, way, "again", flush=True)
 
 
+def remembering(model: Any, kept: Path) -> Any:
+    """The model with the logits of every batch that it has seen, in this run or before."""
+    known: dict[str, Any] = torch.load(kept) if kept.is_file() else {}
+    forward = model.forward
+
+    def look_up(**batch: Any) -> SequenceClassifierOutput:
+        key = hashlib.sha256(batch["input_ids"].numpy().tobytes()).hexdigest()
+        if key not in known:
+            known[key] = forward(**batch).logits
+            torch.save(known, kept)
+        return SequenceClassifierOutput(logits=known[key])
+
+    model.forward = look_up
+    return model
+
+
 def evaluate(given: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for every kind of model, over all tasks."""
     names = ["original"]
@@ -88,7 +107,8 @@ def evaluate(given: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
 
     def model(task: str, name: str) -> Any:
-        return load_model(str(given.work / task / name))[0].eval()
+        folder = given.work / task / name
+        return remembering(load_model(str(folder))[0].eval(), folder / "logits.pt")
 
     for name in names:
         scores = collabify.evaluate_glue(
@@ -99,6 +119,8 @@ def evaluate(given: argparse.Namespace) -> list[dict[str, Any]]:
             processor=str(given.work / given.task[0] / "original"),
         )
         record = scores.to_dict()
+        for task in record["tasks"]:  # folders of this machine
+            del task["model"], task["baseline"]
         rows.append({"model": name, "tasks": record["tasks"], "averages": record["averages"]})
         means = {a.score.metric: a.score.value for a in scores.averages}
         print(name, json.dumps(means), flush=True)

@@ -16,8 +16,8 @@ still recognises it when attention weights are asked for, and a program that doe
 stops at the shape of ``key.weight``.
 
 The shared key carries the content bias as ``h`` more rows, one channel for each head, that head
-``h`` reads with a query of one. It has them also where the bias is zero, so that its shape always
-differs from the original's.
+``h`` reads with a query of one. It has them also where the bias is zero, so that the shape of the
+query or of the key always differs from the original's.
 
 Heads whose values were reduced read their own rows of the value projection, ``value_columns``, each
 as many columns as the widest original head, so that kernels that want equal widths apply; what the
@@ -158,7 +158,7 @@ class SharedAttention(nn.Module):
 
     def _register(self, name: str, value: Tensor | None) -> None:
         """A parameter, or none."""
-        self.register_parameter(name, None if value is None else nn.Parameter(value.contiguous()))
+        self.register_parameter(name, None if value is None else parameter(value))
 
     def indices(self) -> dict[str, tuple[Tensor, int]]:
         """Buffers that say which channels to read, with how many there are."""
@@ -328,15 +328,16 @@ def replace_values(shared: SharedAttention, output: nn.Linear, factors: ValueFac
     factors = factors.to(old.dtype).to(old.device)
     setattr(shared, layout.value, _linear(factors.value, factors.bias))
     output.in_features = factors.output.shape[1]
-    output.weight = nn.Parameter(factors.output.contiguous())
-    if factors.output_bias is not None:
-        output.bias = nn.Parameter(factors.output_bias.contiguous())
+    for name, value in (("weight", factors.output), ("bias", factors.output_bias)):
+        if value is not None:
+            trained = getattr(output, name).requires_grad
+            setattr(output, name, parameter(value).requires_grad_(trained))
     shared.set_values(factors)
     if not old.requires_grad:
-        for module in (getattr(shared, layout.value), output):
-            module.requires_grad_(False)
-        for parameter in shared.parameters(recurse=False):
-            parameter.requires_grad_(False)
+        getattr(shared, layout.value).requires_grad_(False)
+        for name, own in shared.named_parameters(recurse=False):
+            if name in VALUE_SIDE:
+                own.requires_grad_(False)
     shared.train(shared.training)
 
 
@@ -349,10 +350,15 @@ def _projections(shared: SharedAttention) -> list[Tensor]:
 def _linear(weight: Float[Tensor, "r i"], bias: Float[Tensor, "r"] | None = None) -> nn.Linear:
     """A projection that holds ``weight`` and ``bias``."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight.contiguous())
+    linear.weight = parameter(weight)
     if bias is not None:
-        linear.bias = nn.Parameter(bias.contiguous())
+        linear.bias = parameter(bias)
     return linear
+
+
+def parameter(value: Tensor) -> nn.Parameter:
+    """A parameter with memory of its own: factors may be views of the weights they replace."""
+    return nn.Parameter(value.clone(memory_format=torch.contiguous_format))
 
 
 _CLASSES: dict[tuple[type, type], type[SharedAttention]] = {}

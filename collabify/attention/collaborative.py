@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from collabify.attention.base import SharedAttention
+from collabify.attention.base import SharedAttention, parameter
 from collabify.attention.ops import gather
 from collabify.decompose.factors import CPFactors, Factors
 
@@ -42,7 +42,7 @@ class CollaborativeAttention(SharedAttention):
         """Take the mixing matrix and the channels that each head keeps."""
         if not isinstance(factors, CPFactors):
             raise TypeError(f"{type(factors).__name__} is not CPFactors.")
-        self.mixing = nn.Parameter(factors.mixing.contiguous())
+        self.mixing = parameter(factors.mixing)
         self.register_buffer("channels", factors.channels)
         if factors.channels is not None:
             heads, kept = factors.channels.shape

@@ -1,6 +1,6 @@
-"""What attention modules compute beside the factorisations: mixed maps, gathers, probabilities.
+"""What attention does where no fused kernel can: mix heads' maps, and take their softmax.
 
-Axes: b batch, t target, s source, h head, g head that mixes, i input, r channel, w column read.
+Axes: b batch, t target, s source, h head, g head that reads mixed maps, i input, r and w channel.
 """
 
 import torch
@@ -20,7 +20,7 @@ def mix(
     ``gh,bhts -> bgts``, ``ghi,bti,bhts -> bgts``, ``ghi,bsi,bhts -> bgts``
     """
     # Not len(maps), which torch.export would take for a constant.
-    mixed = (mixing @ maps.flatten(2)).view(maps.shape[0], -1, *maps.shape[2:])
+    mixed = (mixing @ maps.flatten(2)).view(maps.shape[0], mixing.shape[0], *maps.shape[2:])
     if of_target is not None:
         weights = torch.einsum("ghi,bti->btgh", of_target, x)
         mixed = mixed + (weights @ maps.permute(0, 2, 1, 3)).transpose(1, 2)
@@ -38,7 +38,7 @@ def gather(x: Float[Tensor, "b t r"], read: Tensor) -> Float[Tensor, "b t w"]:
 def probabilities(
     logits: Float[Tensor, "b h t s"], mask: Tensor | None
 ) -> Float[Tensor, "b h t s"]:
-    """Softmax over sources that are not masked, in float32 as transformers does it.
+    """Softmax over sources that are not masked, in float32 at least.
 
     Raises
     ------
@@ -53,4 +53,5 @@ def probabilities(
             )
         lowest = torch.finfo(logits.dtype).min
         logits = logits + mask if mask.is_floating_point() else logits.masked_fill(~mask, lowest)
-    return nn.functional.softmax(logits, dim=-1, dtype=torch.float32).to(logits.dtype)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return nn.functional.softmax(logits, dim=-1, dtype=wide).to(logits.dtype)

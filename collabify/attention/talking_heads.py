@@ -5,12 +5,13 @@
 
 The logits projection P_l. The weights projection P_w, after the softmax, belongs to the value side
 of every form (:mod:`collabify.attention.base`). Base logits are made once, n d products for each
-pair of tokens, and then mixed, h n. Where only P_l is there and a fused kernel is asked for other
-than torch's on the CPU, the same logits are those of heads of width n d,
+pair of tokens, and then mixed, h n. That is faster than torch's sdpa on heads of width n d, which
+give the same logits, but for many narrow base heads on long inputs
+(``benchmarks/talking_heads/mixed_logits.json``, on a CPU):
 
     query[h] = (logits_mixing[h, n] q[n], ...)                  hn,btnd -> bhtw
 
-h n d products a pair, which pays where the kernel spares the memory of the logits.
+so ``sdpa`` and ``eager`` are computed here; where P_l is alone, other kernels get those heads.
 
 For training, P_l may have terms that depend on the target (x2l) and the source (m2l).
 
@@ -59,7 +60,7 @@ class TalkingHeadsAttention(SharedAttention):
 
     @property
     def needs_logits(self) -> bool:
-        """With P_w, with terms of the tokens, and where base logits are faster than a kernel."""
+        """With P_w, with terms of the tokens, and under ``eager`` and ``sdpa``."""
         fused = self.config._attn_implementation not in ("eager", "sdpa")
         return super().needs_logits or self.x2l is not None or not fused
 

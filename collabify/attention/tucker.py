@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from collabify.attention.base import SharedAttention
+from collabify.attention.base import SharedAttention, parameter
 from collabify.decompose.factors import Factors, TuckerFactors
 
 
@@ -33,11 +33,8 @@ class TuckerAttention(SharedAttention):
         """Take the cores and, where heads mix them, the mixing matrix."""
         if not isinstance(factors, TuckerFactors):
             raise TypeError(f"{type(factors).__name__} is not TuckerFactors.")
-        self.core = nn.Parameter(factors.core.contiguous())
-        mixing = factors.mixing
-        self.register_parameter(
-            "mixing", None if mixing is None else nn.Parameter(mixing.contiguous())
-        )
+        self.core = parameter(factors.core)
+        self._register("mixing", factors.mixing)
 
     def factors(self) -> TuckerFactors:
         """Projections, cores and mixing."""

@@ -11,7 +11,7 @@ from collabify.cli.common import check_revision, load_model, print_table, progre
 
 if TYPE_CHECKING:
     from collabify.mixing import MixingReport
-    from collabify.results import AnalysisReport
+    from collabify.spectra import AnalysisReport
 
 
 @reported

@@ -121,7 +121,12 @@ class ValueFactors:
 
 
 def fit_values(
-    forms: ValueForms, contexts: Moments | None, channels: int, *, has_bias: bool
+    forms: ValueForms,
+    contexts: Moments | None,
+    channels: int,
+    *,
+    has_bias: bool,
+    columns: int | None = None,
 ) -> tuple[ValueFactors, float]:
     """Keep ``channels`` directions of all heads' contexts, with the outputs refitted.
 
@@ -136,6 +141,8 @@ def fit_values(
         Between 1 and ``h * e``; exact at the latter.
     has_bias
         Whether the values have a bias to keep.
+    columns
+        In which a head hands them on, w; by default e.
 
     Returns
     -------
@@ -155,9 +162,9 @@ def fit_values(
     if output_bias is not None:
         before = forms.output.flatten(0, 1).T @ mean
         output_bias = output_bias + before - refitted.T @ (turned @ mean)
-    columns, rows = _places(kept // width, heads, width)
+    read, rows = _places(kept // width, heads, columns or width)
     factors = ValueFactors(
-        turned @ forms.value.flatten(0, 1), bias, refitted.T, output_bias, columns, rows
+        turned @ forms.value.flatten(0, 1), bias, refitted.T, output_bias, read, rows
     )
     return factors, float((lost.clamp(min=0) / total).sqrt()) if total > 0 else 0.0
 

@@ -3,9 +3,10 @@
     loss = sum_lt |h_l[t] - h~_l[t]|^2  /  sum_lt |h_l[t]|^2
 
 Only what the conversion made is trained (shared queries and keys with their content rows, mixing,
-cores), so that the hidden states ``h~`` after every layer follow those of the original, ``h``, on
-text or images that nobody has labelled. The step that is best on held-out data is kept, and if none
-is better than the start, the model is left bit for bit as it was.
+cores, and values and outputs where it reduced them), so that the hidden states ``h~`` after every
+layer follow those of the original, ``h``, on text or images that nobody has labelled. The step that
+is best on held-out data is kept, and if none is better than the start, the model is left bit for
+bit as it was.
 
 Axes: l layer, t real token of all sequences of a batch.
 """

@@ -3,7 +3,7 @@
 A new architecture is one file with an ``ADAPTER`` and one line in ``ADAPTERS``.
 """
 
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -72,7 +72,7 @@ def _sites(base_model: nn.Module, adapter: Adapter, kind: str) -> tuple[Attentio
                 )
             check_projections(name, module, adapter.layout)
             output = adapter.output(name)
-            projection = cast(nn.Linear, base_model.get_submodule(output))
+            projection = base_model.get_submodule(output)
             sites.append(AttentionSite(len(sites), name, module, adapter, output, projection))
     if not sites:
         raise UnsupportedModelError(

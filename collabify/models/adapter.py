@@ -82,7 +82,7 @@ class AttentionSite:
     module: nn.Module
     adapter: Adapter
     output_name: str
-    output: nn.Linear
+    output: Any  # torch.nn.Linear, which is checked where values are converted
 
     @property
     def query(self) -> nn.Linear:
@@ -129,8 +129,7 @@ class AttentionSite:
         """Whether values and outputs are no longer the original's."""
         if not isinstance(self.module, SharedAttention):
             return False
-        own = self.module.num_value_parameters > 0
-        return own or self.value.out_features != self.full_rank
+        return self.module.value_columns is not None or self.module.weights_mixing is not None
 
     def factor_tensors(self) -> list[tuple[str, Tensor]]:
         """What a conversion made, by name in the base model: projections, mixing, indices."""
@@ -224,12 +223,17 @@ class AttentionSite:
             layer, num_heads=self.num_heads, query_size=self.width, key_size=self.width
         )
 
+    def value_width(self, layer: LayerConfig) -> int:
+        """Columns in which a head of ``layer`` hands its values on: as many as it scores in."""
+        scored = layer.channels + 1 if layer.channels is not None else 0
+        return max(self.head_dim, scored)
+
     def empty_values(self, layer: LayerConfig) -> ValueFactors | None:
         """Values and outputs of the shapes that ``layer`` gives this site, on the meta device."""
         return empty_values(
             layer,
             num_heads=self.num_heads,
-            width=self.head_dim,
+            width=self.value_width(layer),
             input_size=self.value.in_features,
             output_size=self.output.out_features,
             biases=(self.value.bias is not None, self.output.bias is not None),

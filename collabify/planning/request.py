@@ -54,7 +54,8 @@ class Request:
     def __post_init__(self) -> None:
         sizes = {"dk": self.dk, "kept": self.kept, "error": self.error}
         given = [name for name, value in sizes.items() if value is not None]
-        optional = self.values_alone or self.method == "talking-heads"
+        alone = self.values_alone and self.method != "tucker"
+        optional = alone or self.method == "talking-heads"
         if len(given) > 1 or not (given or optional):
             raise OptionError(
                 f"{' and '.join(given) or 'no size'} given, exactly one of --dk, --kept and "
@@ -91,6 +92,10 @@ class Request:
                 )
         self._check_projections()
         few = self.method in ("tucker", "talking-heads") or self._tensorly
+        if self.channels == "all" and self.method == "talking-heads":
+            raise OptionError(
+                "channels='all' goes with method='cp' or 'head-svd' only. Leave out --channels."
+            )
         if isinstance(self.channels, int) and few:
             raise OptionError(
                 f"channels={self.channels} goes with method='cp' or 'head-svd' "
@@ -240,14 +245,29 @@ class Request:
             return self._largest(site) if self.dk is None else self.dk
         base = self._base_heads(site) or site.num_heads
         if self.dk is None:
-            return base * (self.base_width or site.head_dim)
+            width = self.base_width or site.head_dim
+            if base * width > site.full_rank and self.base_width is None:
+                raise RankError(
+                    f"base_heads={base} of {width} channels each are {base * width}, above the "
+                    f"{site.full_rank} of {site.name!r}. Set --base-width or --dk."
+                )
+            return self._fitting(base, width, site)
         width = self.base_width or -(-self.dk // base)
         if self.dk != base * width:
             raise RankError(
                 f"dk={self.dk} must be {base * width} for {base} base heads of {width}. Change "
                 "--dk, --base-heads or --base-width."
             )
-        return self.dk
+        return self._fitting(base, width, site)
+
+    def _fitting(self, base: int, width: int, site: AttentionSite) -> int:
+        """The rank of base heads that are no wider than what they read."""
+        if width > site.width:
+            raise RankError(
+                f"base_width={width} must be at most {site.width}, the inputs of {site.name!r}. "
+                "Lower --base-width, or raise --base-heads."
+            )
+        return base * width
 
     def _base_heads(self, site: AttentionSite) -> int | None:
         """How many base heads are mixed; ``None``: they are the heads, and there is no P_l."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from collabify.config import ConversionConfig, LayerConfig
 from collabify.decompose.budget import ranks_within
@@ -80,11 +80,18 @@ class ValueRequest:
         ------
         RankError, UnsupportedModelError
         """
+        for site in sites if self.asked else ():
+            if not isinstance(site.output, nn.Linear) or not site.output.weight.is_floating_point():
+                raise UnsupportedModelError(
+                    f"{site.output_name!r} is a {type(site.output).__name__}, not a "
+                    "torch.nn.Linear in floating point. "
+                    "Merge adapters and undo quantisation before converting."
+                )
         if self.kept is None:
             for site in sites:
                 self._sized(site, LayerConfig(site.index, "collaborative", 1))
             return
-        smallest = min(8, sites[0].full_rank)
+        smallest = min(-(-8 // self.multiple) * self.multiple, sites[0].full_rank)
         least = sum(smallest * _cost(site) + _fixed(site) for site in sites)
         whole = sum(site.value_output_parameters for site in sites)
         if least > self.kept * whole:
@@ -139,7 +146,12 @@ class ValueRequest:
                 f"dv={values} must be a multiple of {heads}, the value heads of {site.name!r}, "
                 f"such as {heads * width}. Change --dv or --value-heads."
             )
-        _check_range(values, site)
+        if width > site.width:
+            raise RankError(
+                f"dv={values} in {heads} value heads is {width} channels for each, above the "
+                f"{site.width} inputs of {site.name!r}. Lower --dv or raise --value-heads."
+            )
+        _check_range(values, site, told=self.dv is not None)
         exact = (heads, width) == (site.num_heads, site.head_dim)
         if not exact and site.output.bias is None:
             raise UnsupportedModelError(
@@ -149,11 +161,11 @@ class ValueRequest:
         return replace(layer, values=values, value_heads=heads)
 
 
-def _check_range(values: int, site: AttentionSite) -> None:
+def _check_range(values: int, site: AttentionSite, *, told: bool = True) -> None:
     if values > site.full_rank:
         raise RankError(
             f"dv={values} must be between 1 and {site.full_rank} for {site.name!r} "
-            f"({site.num_heads} heads of {site.head_dim}). Lower --dv."
+            f"({site.num_heads} heads of {site.head_dim}). {'Lower' if told else 'Set'} --dv."
         )
 
 
