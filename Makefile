@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint slow clean
+.PHONY: demo test lint slow lowest newest matrix clean
 
 demo: .venv/demo
 	$(BIN)/collabify analyze demo
@@ -21,10 +21,21 @@ lint: .venv/dev
 slow: .venv/dev
 	$(BIN)/pytest -m slow
 
+# Both ends of what is supported, each in an environment of its own: make matrix, or
+# make lowest PYTHON=python3.11; make newest PYTHON=python3.14
+matrix: lowest newest
+
+lowest: PICK := --constraint lowest.txt --editable '.[demo,test]'
+newest: PICK := --editable '.[demo,test,works]'
+lowest newest:
+	test -x .venv-$@/bin/python || $(PYTHON) -m venv .venv-$@
+	.venv-$@/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager $(PICK)
+	.venv-$@/bin/python -m pytest
+
 .venv/%: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(INSTALL) --editable '.[$*]'
 	touch $@
 
 clean:
-	rm -rf .venv demo-model
+	rm -rf .venv .venv-lowest .venv-newest demo-model

@@ -41,6 +41,7 @@ class CollabifyQuantizer(HfQuantizer):
 
     quantization_config: CollabifyConfig
     commits: set[str | None]
+    shapes: dict[str, Any]
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         from collabify.models.loading import shape_as_recorded
@@ -48,6 +49,7 @@ class CollabifyQuantizer(HfQuantizer):
 
         self.commits = {commit_of(Path(file)) for file in kwargs.get("checkpoint_files") or ()}
         shape_as_recorded(model, self.quantization_config.record)
+        self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> Any:
         """Leave an ordinary model that still says what it is, and takes its record along.
@@ -57,9 +59,10 @@ class CollabifyQuantizer(HfQuantizer):
         CheckpointError
             Where the checkpoint lacks a factor: transformers would make one up.
         """
-        from collabify.models.loading import check_loaded
+        from collabify.models.loading import check_loaded, check_shapes
         from collabify.storage import carry
 
+        check_shapes(model, self.shapes)
         check_loaded(model, self.quantization_config.record)
         model.config.quantization_config = self.quantization_config.to_dict()
         for name in ("hf_quantizer", "quantization_method", "is_quantized"):

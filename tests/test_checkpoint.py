@@ -13,6 +13,7 @@ from torch import Tensor
 
 from collabify import convert, find_attention, storage
 from collabify.errors import CheckpointError
+from collabify.models.loading import check_shapes
 
 ORDERS = ("collabify first", "transformers first", "never")
 
@@ -205,3 +206,13 @@ def test_models_that_share_a_configuration(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path)
         loaded = transformers.AutoModel.from_pretrained(tmp_path)
         assert_same(loaded, model, TINY["bert"].batch(model))
+
+
+def test_shapes_are_those_of_the_configuration() -> None:
+    """Checked by collabify, too: transformers up to 5.22 takes any where a quantizer is."""
+    model = TINY["bert"].build()
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    check_shapes(model, shapes)
+    shapes["pooler.dense.weight"] = torch.Size((25, 24))
+    with pytest.raises(CheckpointError, match=r"'pooler.dense.weight' is \[24, 24\] .* \[25, 24\]"):
+        check_shapes(model, shapes)

@@ -211,7 +211,7 @@ def broken(tiny: Path, tmp_path: Path, kind: str) -> Path:
     ("kind", "said"),
     [
         ("no-config", "has no config.json"),
-        ("no-weights", "no weights that can be read"),
+        ("no-weights", "has no model.safetensors"),
         ("truncated", "damaged"),
         ("bad-json", "config.json"),
         ("nan", QUERY),

@@ -10,7 +10,7 @@ import transformers
 from tiny_models import LOW, TINY, WIDTH
 from torch import nn
 
-from collabify import analyze, conversion, convert, find_attention
+from collabify import analyze, convert, find_attention, sharing
 from collabify.errors import (
     AlreadyConvertedError,
     CollabifyError,
@@ -283,8 +283,8 @@ def test_a_conversion_that_breaks_off(stop: type[BaseException], monkeypatch: An
         done.append(rank)
         return fit(forms, rank, **options)
 
-    fit = conversion.fit_cp
-    monkeypatch.setattr(conversion, "fit_cp", breaks)
+    fit = sharing.fit_cp
+    monkeypatch.setattr(sharing, "fit_cp", breaks)
     with pytest.raises(stop):
         convert(model, **LOW["cp"])
     assert done

@@ -44,7 +44,7 @@ def refused(name: Path | str, error: type[CollabifyError]) -> str:
         ({"layers": [{"index": 0}]}, "is damaged"),
         ({"layers": None}, "is damaged"),
         ({"layers": [{"index": -1, "form": "collaborative", "rank": 10}]}, "index=-1 must be"),
-        ({"layers": [{"index": 0, "form": "tucker", "rank": 10}]}, "do not fit"),
+        ({"layers": [{"index": 0, "form": "tucker", "rank": 10}]}, "its config.json"),
     ],
 )
 def test_records_that_do_not_fit(saved: Any, record: dict[str, Any], told: str) -> None:
@@ -78,7 +78,7 @@ def test_damaged_folders(saved: Any) -> None:
     config.write_text(text.replace('"model_type": "bert"', '"model_type": "nonesuch"'))
     assert "Supported: albert" in refused(folder, UnsupportedModelError)
     config.write_text(text.replace('"intermediate_size": 29', '"intermediate_size": 31'))
-    assert "do not fit its config.json" in refused(folder, CheckpointError)
+    assert "fit its config.json" in refused(folder, CheckpointError)
     config.unlink()
     assert "has no config.json" in refused(folder, ModelNotFoundError)
 

@@ -235,23 +235,14 @@ def onnx_session(model: Any, batch: dict[str, Tensor], path: Path) -> Callable[.
     return run
 
 
-ONNX_WARNINGS = (
-    pytest.mark.filterwarnings("ignore:# The axis name"),
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.:FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # onnxscript's own
+of_the_exporter = pytest.mark.filterwarnings(
+    "ignore:# The axis name",
+    "ignore:.*isinstance.treespec, LeafSpec.:FutureWarning",
+    "ignore::DeprecationWarning",  # onnxscript's own
 )
 
 
-def with_marks(marks: tuple[Any, ...]) -> Callable[[Any], Any]:
-    def apply(test: Any) -> Any:
-        for mark in marks:
-            test = mark(test)
-        return test
-
-    return apply
-
-
-@with_marks(ONNX_WARNINGS)
+@of_the_exporter
 def test_onnx(
     model: Any, hidden: Tensor, batch: dict[str, Tensor], folder: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -263,7 +254,7 @@ def test_onnx(
     assert (tmp_path / "model.onnx").stat().st_size < whole
 
 
-@with_marks(ONNX_WARNINGS)
+@of_the_exporter
 @pytest.mark.slow
 @pytest.mark.parametrize("form", LOW)
 def test_onnx_of_every_form(form: str, tmp_path: Path) -> None:
@@ -403,3 +394,9 @@ def test_attentions_and_hidden_states(
         assert probs.shape == (2, 12, 18, 18)
         assert_close(probs.sum(-1), torch.ones(2, 12, 18), "kernels")
         assert probs[0][:, :, ~real[0]].abs().max() == 0, "padding is never attended to"
+
+
+def test_a_configuration_alone_builds_the_original(folder: tuple[Path, Path]) -> None:
+    config = transformers.AutoConfig.from_pretrained(folder[0])
+    model = transformers.AutoModel.from_config(config)
+    assert not any(site.converted for site in find_attention(model))

@@ -1,7 +1,9 @@
 """A record and a model: its modules before weights are loaded, and that none was made up after."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from collabify.attention import SharedAttention
@@ -26,6 +28,25 @@ def shape_as_recorded(model: nn.Module, record: ConversionConfig) -> None:
                 f"{len(sites)} attention layers. Convert the model again."
             )
         sites[layer.index].install_empty(layer)
+
+
+def check_shapes(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
+    """Refuse tensors of other shapes than the modules were built for.
+
+    Where a quantizer is at work, transformers up to 5.22 takes them from the checkpoint as they
+    are.
+
+    Raises
+    ------
+    CheckpointError
+    """
+    for name, tensor in model.state_dict().items():
+        if tensor.shape != shapes.get(name, tensor.shape):
+            raise CheckpointError(
+                f"{name!r} is {list(tensor.shape)} in the checkpoint and does not fit its "
+                f"config.json, of which it must be {list(shapes[name])}. "
+                "Download or copy both again."
+            )
 
 
 def check_loaded(model: Any, record: ConversionConfig) -> None:
