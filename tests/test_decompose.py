@@ -84,7 +84,7 @@ def dense_error(forms: HeadForms, factors: Factors) -> float:
 
 def tensors(factors: Factors) -> dict[str, torch.Tensor]:
     values = {field.name: getattr(factors, field.name) for field in fields(factors)}
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 def unfolding(stack: torch.Tensor, axis: int) -> torch.Tensor:
