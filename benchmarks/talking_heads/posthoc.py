@@ -6,6 +6,7 @@ Writes posthoc.json, row by row; rows that are there already and not asked for s
 256 distinct RTE train premises, no training, or with --heal healed on 1024 of them. Measured:
 cosine of sentence embeddings to the original's on the distinct RTE validation premises. Base heads
 are written as number x width; tucker has the rank whose parameters come nearest to cp's from below.
+With --dk D, queries and keys stay exact and values go to 3/4 and 1/2.
 """
 
 import argparse
@@ -36,6 +37,9 @@ def tucker_rank(config: Any, dk: int) -> int:
 
 def ways(config: Any, dk: int) -> dict[str, dict[str, Any]]:
     """Options of a conversion by name."""
+    if dk == config.hidden_size:
+        parts = {"3/4": 3 * dk // 4, "1/2": dk // 2}
+        return {f"values {name}": {"dv": dv, "method": "head-svd"} for name, dv in parts.items()}
     found: dict[str, dict[str, Any]] = {"cp": {"dk": dk}, "cp, all channels": {"dk": dk}}
     found["cp, all channels"]["channels"] = "all"
     found["tucker"] = {"dk": tucker_rank(config, dk), "method": "tucker"}
