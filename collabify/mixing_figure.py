@@ -6,34 +6,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.cluster.hierarchy import leaves_list, linkage
 
-from collabify.errors import OutputError
 from collabify.mixing import NAMES, Kind, Mixing, MixingReport
-from collabify.report import check_figure_path
 
 FEW = 200  # rows up to which neighbours are put in the best order, which takes their cube
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-
-def save_mixing_figure(report: MixingReport, path: Path) -> None:
-    """Write :func:`mixing_figure` to a file.
-
-    Raises
-    ------
-    OptionError
-        Where its ending names no format.
-    OutputError
-        Where it cannot be written.
-    """
-    check_figure_path(path)
-    try:
-        mixing_figure(report).savefig(path, dpi=150, bbox_inches="tight")
-    except OSError as error:
-        raise OutputError(
-            f"{str(path)!r} could not be written ({error}). Choose another --plot."
-        ) from error
 
 
 def mixing_figure(report: MixingReport) -> "Figure":

@@ -4,7 +4,7 @@ The figure has the paper's two panels (Cordonnier et al. 2020, Figure 1): captur
 ``W_Q^h W_K^hT`` for heads separately, and of ``W_Q W_K^T`` for the heads of a layer concatenated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -147,11 +147,11 @@ def check_figure_path(path: Path) -> None:
         )
 
 
-def save_figure(report: AnalysisReport, path: Path) -> None:
-    """Write :func:`spectra_figure` to a file; errors as for :func:`check_figure_path`."""
+def save_figure(draw: "Callable[[], Figure]", path: Path) -> None:
+    """Write the figure that ``draw`` makes to a file; errors as for :func:`check_figure_path`."""
     check_figure_path(path)
     try:
-        spectra_figure(report).savefig(path, dpi=200, bbox_inches="tight")
+        draw().savefig(path, dpi=200, bbox_inches="tight")
     except OSError as error:
         raise OutputError(
             f"{str(path)!r} could not be written ({error}). Choose another --plot."

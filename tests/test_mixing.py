@@ -13,7 +13,8 @@ from collabify import convert, find_attention
 from collabify.cli.app import app
 from collabify.errors import LayerError, OptionError, OutputError
 from collabify.mixing import effective, is_converted, mixing_report
-from collabify.mixing_figure import by_likeness, mixing_figure, save_mixing_figure
+from collabify.mixing_figure import by_likeness, mixing_figure
+from collabify.report import save_figure
 
 KINDS = {
     "cp": {"M": (HEADS, 10)},
@@ -95,12 +96,12 @@ def test_figures_that_cannot_be_written(tmp_path: Path) -> None:
     convert(model, **LOW["cp"])
     report = mixing_report(model)
     with pytest.raises(OptionError, match="must end in one of"):
-        save_mixing_figure(report, tmp_path / "figure.txt")
+        save_figure(lambda: mixing_figure(report), tmp_path / "figure.txt")
     with pytest.raises(OutputError, match="is not a folder"):
-        save_mixing_figure(report, tmp_path / "nowhere" / "figure.png")
+        save_figure(lambda: mixing_figure(report), tmp_path / "nowhere" / "figure.png")
     (tmp_path / "taken.png").mkdir()
     with pytest.raises(OutputError, match=r"could not be written .* Choose another --plot"):
-        save_mixing_figure(report, tmp_path / "taken.png")
+        save_figure(lambda: mixing_figure(report), tmp_path / "taken.png")
 
 
 def test_the_command_shows_converted_models(tmp_path: Path) -> None:

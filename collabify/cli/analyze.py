@@ -48,7 +48,7 @@ def analyze(
     """
     from collabify.analysis import analyze as run
     from collabify.mixing import is_converted, mixing_report
-    from collabify.report import check_figure_path, save_figure
+    from collabify.report import check_figure_path, save_figure, spectra_figure
 
     check_revision(model, revision)
     if plot is not None:
@@ -74,7 +74,7 @@ def analyze(
         )
     report = replace(report, source=source.record, revision=source.revision)
     if plot is not None:
-        save_figure(report, plot)
+        save_figure(lambda: spectra_figure(report), plot)
     if json:
         typer.echo(report.to_json())
     else:
@@ -83,9 +83,10 @@ def analyze(
 
 def _print_mixings(report: "MixingReport", plot: Path | None, *, json: bool) -> None:
     if plot is not None:
-        from collabify.mixing_figure import save_mixing_figure
+        from collabify.mixing_figure import mixing_figure
+        from collabify.report import save_figure
 
-        save_mixing_figure(report, plot)
+        save_figure(lambda: mixing_figure(report), plot)
     if json:
         typer.echo(report.to_json())
         return
