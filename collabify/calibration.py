@@ -18,6 +18,7 @@ Axes: n token, i = j input channel, h head, r shared rank.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -35,47 +36,51 @@ EIGENVALUE_FLOOR = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Mean and centred covariance of a layer's inputs.
+    """Mean and centred covariance of a layer's inputs, or of what its heads attend to.
 
     Parameters
     ----------
     count
         Tokens seen.
-    mean, covariance
-        ``[i]`` and ``[i, i]``, float64.
+    mean
+        ``[i]``, or every head's ``[h, i]``; float64.
+    covariance
+        ``[i, i]``, float64; of heads about their own means, the mean over heads.
     """
 
     count: int
-    mean: Float[Tensor, "i"]
+    mean: Float[Tensor, "*heads i"]
     covariance: Float[Tensor, "i i"]
 
 
 class MomentSum:
-    """Streaming moments: memory O(i * i), however many tokens.
+    """Streaming moments: memory O(i * i), however many tokens and heads.
 
     Sums are taken about the first tokens' mean, so that a mean much larger than the spread cancels
     nothing.
     """
 
-    def __init__(self, first: Float[Tensor, "n i"]) -> None:
+    def __init__(self, first: Float[Tensor, "*heads n i"]) -> None:
         self.count = 0
         self.dtype = torch.float32 if first.device.type == "mps" else torch.float64
-        self.shift = first.to(self.dtype).mean(0)
+        self.shift = first.to(self.dtype).mean(-2)
         self.total = torch.zeros_like(self.shift)
-        self.products = torch.zeros_like(torch.outer(self.shift, self.shift))
+        self.products = self.shift.new_zeros(first.shape[-1], first.shape[-1])
 
-    def add(self, tokens: Float[Tensor, "n i"]) -> None:
+    def add(self, tokens: Float[Tensor, "*heads n i"]) -> None:
         """Take in some tokens."""
-        shifted = tokens.to(self.dtype) - self.shift
-        self.count += len(shifted)
-        self.total += shifted.sum(0)
-        self.products += shifted.T @ shifted
+        self.count += tokens.shape[-2]
+        for head in product(*map(range, tokens.shape[:-2])):  # in double precision one at a time
+            shifted = tokens[head].to(self.dtype) - self.shift[head]
+            self.total[head] += shifted.sum(0)
+            self.products += shifted.T @ shifted
 
     def moments(self) -> Moments:
         """What the tokens so far amount to, on the CPU."""
         offset = self.total.cpu().double() / self.count
-        covariance = self.products.cpu().double() / self.count - torch.outer(offset, offset)
-        return Moments(self.count, self.shift.cpu().double() + offset, covariance)
+        means = offset.reshape(-1, offset.shape[-1])
+        covariance = self.products.cpu().double() / self.count - means.T @ means
+        return Moments(self.count, self.shift.cpu().double() + offset, covariance / len(means))
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,26 +156,72 @@ def collect_moments(
     NonFiniteError
         Where an input is NaN or infinite; the layer is named.
     """
+
+    def tokens(name: str, states: Tensor, output: Any, real: Bool[Tensor, "b s"] | None) -> Tensor:
+        found = states.flatten(0, -2) if real is None else states[real]
+        if not torch.isfinite(found).all():
+            raise NonFiniteError(
+                f"The input of {name!r} is NaN or infinite on the calibration data; it must be "
+                "finite. Convert in float32, or give other data."
+            )
+        return found
+
+    return _collect(model, layers, batches, tokens, progress)
+
+
+def collect_attended(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    batches: Sequence[Mapping[str, Any]],
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Moments]:
+    """Moments, head by head, of what the heads of some layers attend to: ``probs[h] x``.
+
+    Parameters
+    ----------
+    model
+        The whole model, with an attention implementation that returns probabilities (``eager``).
+    layers, batches, progress
+        As for :func:`collect_moments`.
+
+    Returns
+    -------
+    moments
+        By name, of the targets that no ``attention_mask`` masks.
+    """
+
+    def targets(name: str, states: Tensor, output: Any, real: Bool[Tensor, "b s"] | None) -> Tensor:
+        found: Tensor = (output[1] @ states[:, None]).transpose(0, 1)  # h b t i
+        return found.flatten(1, 2) if real is None else found[:, real]
+
+    return _collect(model, layers, batches, targets, progress)
+
+
+def _collect(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    batches: Sequence[Mapping[str, Any]],
+    rows: Callable[[str, Tensor, Any, Bool[Tensor, "b s"] | None], Float[Tensor, "*heads n i"]],
+    progress: Callable[[int], None] | None,
+) -> dict[str, Moments]:
+    """Moments of ``rows(name, input, output, mask)`` of some layers, in one pass."""
     sums: dict[str, MomentSum] = {}
     real: list[Bool[Tensor, "b s"] | None] = [None]
 
     def watch(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            states = args[0] if args else kwargs["hidden_states"]
-            tokens = states.flatten(0, -2) if real[0] is None else states[real[0]]
-            if not torch.isfinite(tokens).all():
-                raise NonFiniteError(
-                    f"The input of {name!r} is NaN or infinite on the calibration data; it must be "
-                    "finite. Convert in float32, or give other data."
-                )
-            if len(tokens):
-                sums.setdefault(name, MomentSum(tokens)).add(tokens)
+        def hook(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        ) -> None:
+            found = rows(name, args[0] if args else kwargs["hidden_states"], output, real[0])
+            if found.shape[-2]:
+                sums.setdefault(name, MomentSum(found)).add(found)
 
         return hook
 
     with ExitStack() as stack, torch.inference_mode():
         for name, module in layers.items():
-            stack.callback(module.register_forward_pre_hook(watch(name), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(watch(name), with_kwargs=True).remove)
         for done, batch in enumerate(on_device(batches, model), start=1):
             mask = batch.get("attention_mask")
             real[0] = None if mask is None else mask.bool()

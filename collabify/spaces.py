@@ -10,8 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from collabify.attended import Attended, collect_attended
-from collabify.calibration import Moments, Whitening, collect_moments
+from collabify.calibration import Moments, Whitening, collect_attended, collect_moments
 from collabify.data import CalibrationData, load_calibration
 from collabify.drift import base_model, eager
 from collabify.forms import HeadForms
@@ -36,7 +35,7 @@ class Spaces:
 
     inputs: Mapping[int, Whitening] = field(default_factory=dict)
     contexts: Mapping[int, Moments] = field(default_factory=dict)
-    attended: Mapping[int, Attended] = field(default_factory=dict)
+    attended: Mapping[int, Moments] = field(default_factory=dict)
 
     def whitened(self, site: AttentionSite, device: torch.device | str | None = None) -> HeadForms:
         """A layer's heads in the space of its inputs, or as they are."""
@@ -100,7 +99,7 @@ def calibrate(
     if contexts:
         watched |= {site.output_name: cast(nn.Module, site.output) for site in sites}
     moments = collect_moments(base_model(model), watched, data.batches, progress=shown)
-    seen: dict[str, Attended] = {}
+    seen: dict[str, Moments] = {}
     if attended:
         with eager(model):
             modules = {site.name: site.module for site in sites}

@@ -20,7 +20,6 @@ LEVELS = {
     "metrics": 2,
     "scores": 2,
     "calibration": 3,
-    "attended": 4,
     "spectrum": 3,
     "drift": 6,
     "decompose.factors": 5.0,

@@ -14,8 +14,7 @@ from tolerances import TOLERANCES, assert_close
 from torch import Tensor
 
 from collabify import convert, find_attention, heal
-from collabify.attended import collect_attended
-from collabify.calibration import Moments, collect_moments
+from collabify.calibration import Moments, collect_attended, collect_moments
 from collabify.decompose import ValueFactors, ValueForms, fit_values, value_strengths
 from collabify.decompose.mixed_values import fit_mixed_values
 from collabify.drift import eager
@@ -177,12 +176,10 @@ def test_without_an_output_bias_nothing_is_folded(values: ValueForms, attended: 
 # --- value heads that several heads read -------------------------------------------------------
 
 
-def stats(attended: Tensor) -> Any:
-    from collabify.attended import Attended
-
+def stats(attended: Tensor) -> Moments:
     centred = attended - attended.mean(1, keepdim=True)
     covariance = torch.einsum("hni,hnj->ij", centred, centred) / (TOKENS * HEADS)
-    return Attended(attended.mean(1), covariance)
+    return Moments(TOKENS, attended.mean(1), covariance)
 
 
 def test_value_heads_are_exact_as_they_are(values: ValueForms) -> None:
@@ -252,7 +249,7 @@ def test_what_heads_attend_to_is_seen(name: str) -> None:
         found = collect_attended(model, layers, [batch, batch])
     for site in find_attention(model):
         rows = torch.cat(seen[site.name]).transpose(0, 1)
-        assert_close(found[site.name].means, rows.mean(1), "rounding")
+        assert_close(found[site.name].mean, rows.mean(1), "rounding")
         centred = rows - rows.mean(1, keepdim=True)
         covariance = torch.einsum("hni,hnj->ij", centred, centred) / (centred.shape[1] * HEADS)
         assert_close(found[site.name].covariance, covariance, "rounding")

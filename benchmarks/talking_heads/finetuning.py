@@ -43,7 +43,8 @@ def prepared(given: argparse.Namespace, way: str) -> str:
 
 def score(given: argparse.Namespace, task: str, way: str, seed: int) -> dict[str, float]:
     """Scores of the last epoch."""
-    kept = given.work / f"{task} {way} {seed}.json"
+    options = f"{given.epochs} {given.examples} {given.learning_rate:g}"
+    kept = given.work / f"{task} {way} {seed} {options}.json"
     if not kept.is_file():
         out = given.work / "run"
         report = collabify.finetune(
@@ -54,6 +55,7 @@ def score(given: argparse.Namespace, task: str, way: str, seed: int) -> dict[str
             seed=seed,
             epochs=given.epochs,
             learning_rate=given.learning_rate,
+            limit=given.examples,
             overwrite=True,
         )
         kept.write_text(json.dumps(next(iter(report.scores[-1].values()))))
@@ -67,9 +69,10 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--data", required=True)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--task", nargs="+", default=["mrpc", "cola"])
+    parser.add_argument("--task", nargs="+", default=["mrpc", "stsb"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--examples", type=int, help="to train on, at most (default: all)")
     parser.add_argument("--learning-rate", type=float, default=5e-5)
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
@@ -87,7 +90,8 @@ def main() -> None:
                 row[metric] = {"gain": statistics.mean(gains), "spread": spread}
             rows.append(row)
             print(json.dumps(row), flush=True)
-    options = {"epochs": given.epochs, "learning_rate": given.learning_rate, "seeds": given.seeds}
+    names = ("epochs", "examples", "learning_rate", "seeds")
+    options = {name: getattr(given, name) for name in names}
     result = {"model": Path(given.model).name, "versions": versions(), "options": options}
     out = Path(__file__).parent / "finetuning.json"
     out.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")

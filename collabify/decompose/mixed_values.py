@@ -9,9 +9,10 @@ contribute is a constant of the layer, which the output's bias takes up exactly.
 Axes: h head, e value channel of a head, i input, o output, v value head, n value channel (v e).
 """
 
+from dataclasses import replace
+
 import torch
 
-from collabify.attended import Attended
 from collabify.calibration import Moments, Whitening
 from collabify.decompose.block_term import fit_block_term
 from collabify.decompose.factors import BlockFactors
@@ -21,7 +22,7 @@ from collabify.forms import HeadForms
 
 def fit_mixed_values(
     forms: ValueForms,
-    attended: Attended | None,
+    attended: Moments | None,
     value_heads: int,
     width: int,
     *,
@@ -64,9 +65,9 @@ def fit_mixed_values(
     means = value.new_zeros(heads, inputs)
     root = inverse = torch.eye(inputs, dtype=value.dtype, device=value.device)
     if attended is not None:
-        moments = Moments(0, attended.means.mean(0), attended.covariance)
-        space = Whitening.of(moments).to(value.dtype).to(value.device)
-        means, root, inverse = attended.means.to(means), space.root, space.inverse
+        one = replace(attended, mean=attended.mean.mean(0))
+        space = Whitening.of(one).to(value.dtype).to(value.device)
+        means, root, inverse = attended.mean.to(means), space.root, space.inverse
     content = output.new_zeros(heads, output.shape[2])
     stack = HeadForms(value @ root, output, content, 1.0)
     found = fit_block_term(stack, value_heads, width, iterations=iterations, tolerance=tolerance)
