@@ -290,12 +290,15 @@ def test_terms_of_tokens_are_small_and_of_the_seed() -> None:
     assert variance == pytest.approx(1e-2 / (3 * 24), rel=0.3)
 
 
-def test_other_kernels_are_refused_where_probabilities_are_mixed() -> None:
-    model = TINY["bert"].build()
-    convert(model, method="talking-heads", calibration="none")
-    module: Any = find_attention(model)[0].module
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
+@pytest.mark.parametrize("projections", ["logits", "weights"])
+def test_other_kernels_are_refused_where_probabilities_are_mixed(projections: str) -> None:
+    tiny = TINY["bert"]
+    model = tiny.build()
+    convert(model, method="talking-heads", projections=projections, calibration="none")
+    model.set_attn_implementation("flex_attention")
     with pytest.raises(NotImplementedError, match="Use the attention implementation 'sdpa'"):
-        module(torch.zeros(2, 5, 24), attention_mask=torch.ones(2, 5))
+        model(**tiny.batch(model))
 
 
 def test_logits_are_the_same_through_a_kernel() -> None:

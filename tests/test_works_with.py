@@ -302,6 +302,19 @@ def test_torch_compile_of_a_real_model(
     assert_close(found, expected, "kernels")
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
+@pytest.mark.parametrize("options", [{}, {"channels": "all"}, {"method": "tucker"}])
+def test_flex_attention(
+    folder: tuple[Path, Path], options: dict[str, str], batch: dict[str, Tensor]
+) -> None:
+    model = transformers.AutoModel.from_pretrained(folder[1]).eval()
+    convert(model, dk=192, calibration="none", iterations=3, **options)
+    expected, real = states(model, batch), batch["attention_mask"] == 1
+    model.set_attn_implementation("flex_attention")
+    assert_close(states(model, batch)[real], expected[real], "kernels")
+
+
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per")
 def test_dynamic_int8(model: Any, folder: tuple[Path, Path], batch: dict[str, Tensor]) -> None:

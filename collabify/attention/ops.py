@@ -35,9 +35,7 @@ def gather(x: Float[Tensor, "b t r"], read: Tensor) -> Float[Tensor, "b t w"]:
     return x.gather(-1, read.expand(*x.shape[:-1], -1))
 
 
-def probabilities(
-    logits: Float[Tensor, "b h t s"], mask: Tensor | None
-) -> Float[Tensor, "b h t s"]:
+def probabilities(logits: Float[Tensor, "b h t s"], mask: object) -> Float[Tensor, "b h t s"]:
     """Softmax over sources that are not masked, in float32 at least.
 
     Raises
