@@ -290,7 +290,7 @@ def test_terms_of_tokens_are_small_and_of_the_seed() -> None:
     assert variance == pytest.approx(1e-2 / (3 * 24), rel=0.3)
 
 
-@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("projections", ["logits", "weights"])
 def test_other_kernels_are_refused_where_probabilities_are_mixed(projections: str) -> None:
     tiny = TINY["bert"]

@@ -303,7 +303,7 @@ def test_torch_compile_of_a_real_model(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("options", [{}, {"channels": "all"}, {"method": "tucker"}])
 def test_flex_attention(
     folder: tuple[Path, Path], options: dict[str, str], batch: dict[str, Tensor]

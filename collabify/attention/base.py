@@ -187,7 +187,7 @@ class SharedAttention(nn.Module):
         return sum(named[name].numel() for name in VALUE_SIDE if name in named)
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+        self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attend within ``hidden_states``.
 
