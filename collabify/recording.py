@@ -70,8 +70,8 @@ def recordable(name: str) -> Place:
     folder = Path(name)
     if not folder.is_dir():
         raise OptionError(
-            f"MODEL={name!r} is no folder that could be written to, for --record. Download it "
-            f"(hf download {name} --local-dir DIR) or convert it (collabify convert), and give DIR."
+            f"MODEL={name!r} must be a folder for --record, to write to. Download it (hf download) "
+            "or convert it (collabify convert), and give the folder."
         )
     source = locate(name)
     if not read_record(source):

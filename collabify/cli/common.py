@@ -91,7 +91,7 @@ def spread(arguments: Sequence[str]) -> list[str]:
 
     So is ``--layer=0 1``.
     """
-    several = _SEVERAL + (_SEVERAL_TO_BENCH if arguments[:1] == ["bench"] else ())
+    several = _SEVERAL + (_SEVERAL_TO_BENCH if list(arguments[:1]) == ["bench"] else ())
     spread_out: list[str] = []
     current: str | None = None
     for argument in arguments:

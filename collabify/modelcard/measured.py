@@ -23,7 +23,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def measured_scores(record: Mapping[str, Any]) -> Iterator[str]:
     """Scores with their intervals, and what they are compared with."""
     entries = [each for each in _entries(record, "evaluations") if each.get("scores")]
-    compared = any(each.get("baseline") for each in entries)
+    compared = any(score["difference"] is not None for each in entries for score in each["scores"])
     rows = []
     for each in entries:
         for score in each["scores"]:
@@ -43,18 +43,19 @@ def measured_scores(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _compared(entry: Entry, score: Entry) -> tuple[str, str]:
-    if entry.get("baseline") is None:
+    if score["difference"] is None:
         return "", ""
-    found = _with_interval(score["difference"], score["difference_interval"], "+")
-    return f"{_number(score['baseline'])} (`{entry['baseline']}`)", found
+    named = f" (`{entry['baseline']}`)" if entry.get("baseline") else ""
+    return f"{_number(score['baseline'])}{named}", _difference(score)
 
 
 def measured_drift(record: Mapping[str, Any]) -> Iterator[str]:
     """How far it is from another model, without labels."""
     rows = [
         (
-            f"`{each['baseline']}`",
+            f"`{each['baseline'] or 'its original'}`",
             each["data"],
+            f"{each['samples']:,}",
             _number(each["hidden_cosine"]),
             _number(each["hidden_error"]),
             _number(each["attention"]),
@@ -68,7 +69,7 @@ def measured_drift(record: Mapping[str, Any]) -> Iterator[str]:
         yield "How far this model is from others, measured with `collabify eval drift`:"
         yield table(
             (
-                *("from", "data", "final hidden states, cosine", "relative error"),
+                *("from", "data", "samples", "final hidden states, cosine", "relative error"),
                 *("attention, total variation", "same predictions", "predictions, KL in nats"),
             ),
             rows,
@@ -120,10 +121,10 @@ def evaluation_line(entry: Entry) -> str:
     parts = []
     for score in entry.get("scores") or ():
         part = f"{score['metric']} {_with_interval(score['value'], score['interval'])}"
-        if entry.get("baseline") is not None:
-            part += f", {_with_interval(score['difference'], score['difference_interval'], '+')}"
+        if score["difference"] is not None:
+            part += f", difference {_difference(score)}"
         parts.append(part)
-    against = "" if entry.get("baseline") is None else f"; against {entry['baseline']}"
+    against = f"; against {entry['baseline']}" if entry.get("baseline") else ""
     return f"{_where(entry)}: {'; '.join(parts)}{against}"
 
 
@@ -177,6 +178,10 @@ def _milliseconds(value: float, edges: Sequence[float]) -> str:
 def _over(one: Entry) -> str:
     low, high = one["over_quartiles"]
     return f"{one['over_baseline']:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def _difference(score: Entry) -> str:
+    return _with_interval(score["difference"], score["difference_interval"], "+")
 
 
 def _with_interval(value: float | None, edges: Sequence[float] | None, sign: str = "") -> str:
