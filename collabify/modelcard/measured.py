@@ -53,7 +53,7 @@ def measured_drift(record: Mapping[str, Any]) -> Iterator[str]:
     """How far it is from another model, without labels."""
     rows = [
         (
-            f"`{each['baseline'] or 'its original'}`",
+            _baseline(each),
             each["data"],
             f"{each['samples']:,}",
             _number(each["hidden_cosine"]),
@@ -79,7 +79,7 @@ def measured_drift(record: Mapping[str, Any]) -> Iterator[str]:
 def latency(record: Mapping[str, Any]) -> Iterator[str]:
     """Seconds of whole passes, and how they compare in interleaved runs; one table a machine."""
     for each in _entries(record, "latency"):
-        against = f" beside `{each['baseline'] or 'its original'}`" if _beside(each) else ""
+        against = f" beside {_baseline(each)}" if _beside(each) else ""
         runs = f"{each['options']['repeats']} {'interleaved ' if against else ''}runs"
         yield (
             f"Latency of the whole model{against}, measured with `collabify bench` on "
@@ -141,6 +141,11 @@ def latency_line(entry: Entry) -> str:
 
 def _entries(record: Mapping[str, Any], name: str) -> list[Entry]:
     return list(record.get(name) or ())
+
+
+def _baseline(entry: Entry) -> str:
+    named = entry.get("baseline")
+    return "its original" if named is None else f"`{named}`"
 
 
 def _beside(entry: Entry) -> bool:
