@@ -11,6 +11,7 @@ import wrapt
 
 if TYPE_CHECKING:
     from collabify.analysis import analyze
+    from collabify.benchmark import bench
     from collabify.conversion import convert
     from collabify.errors import CollabifyError
     from collabify.evaluation import evaluate_drift, evaluate_glue, evaluate_image
@@ -24,6 +25,7 @@ __all__ = [
     "CollabifyError",
     "__version__",
     "analyze",
+    "bench",
     "convert",
     "evaluate_drift",
     "evaluate_glue",
@@ -36,6 +38,7 @@ __all__ = [
 
 _HOME = {
     "analyze": "collabify.analysis",
+    "bench": "collabify.benchmark",
     "convert": "collabify.conversion",
     "evaluate_drift": "collabify.evaluation",
     "evaluate_glue": "collabify.evaluation",

@@ -11,7 +11,7 @@ from typing import Any
 
 from collabify.errors import ModelNotFoundError
 from collabify.hub import CONFIG_FILE, RECORD_FILE, download
-from collabify.modelcard import architecture, scores, sizes
+from collabify.modelcard import architecture, evaluation_line, latency_line, scores, sizes
 from collabify.results import finite
 from collabify.storage import (
     Headers,
@@ -136,6 +136,8 @@ def info_table(info: ModelInfo) -> list[tuple[str, str]]:
         rows.append(("converted", "no: its attention is as trained"))
     rows += _measured(record)
     rows += _tuned(record.get("finetuning"))
+    rows += [("measured", evaluation_line(each)) for each in record.get("evaluations") or ()]
+    rows += [("latency", latency_line(each)) for each in record.get("latency") or ()]
     if record.get("versions"):
         said = ", ".join(f"{package} {v}" for package, v in record["versions"].items())
         rows.append(("made with", said))

@@ -6,6 +6,7 @@ and Pearson/Spearman, everything times 100. Means say what they are means of.
 
 from collections.abc import Callable, Sequence
 
+from collabify.results import ParameterCount
 from collabify.scores import (
     OWN_PROCESSOR,
     Average,
@@ -16,6 +17,7 @@ from collabify.scores import (
     Score,
     TaskScores,
 )
+from collabify.speeds import BenchReport, Latency
 
 Table = tuple[list[str], list[list[str]]]
 
@@ -182,4 +184,61 @@ def drift_notes(report: DriftScores) -> list[str]:
         notes.append("No predictions to compare: the models have no head that classifies.")
     else:
         notes.append(f"{report.predictions} predictions.")
+    return notes
+
+
+def size_table(report: BenchReport) -> Table:
+    """Parameters and bytes; beside the baseline's where there is one."""
+    own, other = report.size, report.baseline_size
+    named = {
+        "query-key parameters": "query_key",
+        "attention parameters": "attention",
+        "parameters of the whole model": "model",
+        "bytes in memory": "bytes",
+    }
+    if other is None:
+        return ["", "model"], [[name, f"{getattr(own, key):,}"] for name, key in named.items()]
+    rows = []
+    for name, key in named.items():
+        count = ParameterCount(getattr(other, key), getattr(own, key))
+        rows.append([name, f"{count.before:,}", f"{count.after:,}", f"{count.kept:.1%}"])
+    return ["", "baseline", "model", "kept"], rows
+
+
+def latency_table(report: BenchReport) -> Table:
+    """A row for each shape: milliseconds, and how they compare in the same rounds."""
+    heads = ["batch x length" if report.latencies[0].length else "images", "model, ms"]
+    compared = report.baseline_size is not None
+    counted = report.latencies[0].peak_bytes is not None
+    heads += ["baseline, ms", "model / baseline", "quartiles"] if compared else ["quartiles, ms"]
+    heads += ["peak, MB"] if counted else []
+    heads += ["baseline, MB"] if counted and compared else []
+    return heads, [_latency_row(each) for each in report.latencies]
+
+
+def _latency_row(each: Latency) -> list[str]:
+    row = [f"{each.batch_size} x {each.length}" if each.length else str(each.batch_size)]
+    row.append(f"{1e3 * each.seconds:.4g}")
+    if each.baseline_seconds is None or each.over_quartiles is None:
+        row.append(" to ".join(f"{1e3 * edge:.4g}" for edge in each.quartiles))
+    else:
+        row += [f"{1e3 * each.baseline_seconds:.4g}", f"{each.over_baseline:.3f}"]
+        row.append(" to ".join(f"{edge:.3f}" for edge in each.over_quartiles))
+    peaks = (each.peak_bytes, each.baseline_peak_bytes)
+    return row + [f"{peak / 1e6:,.1f}" for peak in peaks if peak is not None]
+
+
+def bench_notes(report: BenchReport) -> list[str]:
+    """What a reader of the tables should know."""
+    machine, repeats = report.machine, report.options["repeats"]
+    on = machine.processor if machine.device == "cpu" else f"{machine.device}, {machine.processor}"
+    threads = f"{machine.threads} thread{'s' if machine.threads > 1 else ''}"
+    interleaved = "" if report.baseline_size is None else "interleaved "
+    notes = [
+        f"Whole models, {report.dtype}, {report.attention} attention, {report.inputs}; medians of "
+        f"{repeats} {interleaved}runs.",
+        f"On {on}, {threads}, torch {report.versions['torch']}.",
+    ]
+    if report.baseline_size is None:
+        notes.append("Nothing to compare with: --baseline MODEL")
     return notes

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from collabify import __version__
-from collabify.cli import analyze, convert, eval, finetune, heal, info, push
+from collabify.cli import analyze, bench, convert, eval, finetune, heal, info, push
 from collabify.cli.common import spread
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.command("convert")(convert.convert)
 app.command("heal")(heal.heal)
 app.command("finetune")(finetune.finetune)
 app.add_typer(eval.app)
+app.command("bench")(bench.bench)
 app.command("info")(info.info)
 app.command("push")(push.push)
 

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
@@ -18,6 +19,8 @@ import typer
 from collabify.errors import CollabifyError, CollabifyWarning, OptionError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from collabify.storage import Source
 
 P = ParamSpec("P")
@@ -61,10 +64,26 @@ Resamples = Annotated[
     int, typer.Option(metavar="N", help="Of the bootstrap behind the 95 % intervals.")
 ]
 Seed = Annotated[int, typer.Option(metavar="S", help="For all that is drawn at random.")]
+Record = Annotated[
+    bool,
+    typer.Option(
+        "--record", help="Add the result to MODEL's collabify.json: for its card, and for info."
+    ),
+]
 Samples = Annotated[int, typer.Option(metavar="N", help="Calibration samples.")]
 MaxLength = Annotated[int, typer.Option(metavar="T", help="Tokens of a text at most.")]
 
 _SEVERAL = ("--layer", "--energy")
+_SEVERAL_TO_BENCH = ("--batch-size", "--length")  # other commands take one batch size
+
+
+class DtypeName(StrEnum):
+    """Choices of ``--dtype``."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
 
 
 def spread(arguments: Sequence[str]) -> list[str]:
@@ -72,6 +91,7 @@ def spread(arguments: Sequence[str]) -> list[str]:
 
     So is ``--layer=0 1``.
     """
+    several = _SEVERAL + (_SEVERAL_TO_BENCH if list(arguments[:1]) == ["bench"] else ())
     spread_out: list[str] = []
     current: str | None = None
     for argument in arguments:
@@ -80,7 +100,7 @@ def spread(arguments: Sequence[str]) -> list[str]:
                 spread_out.append(current)
             else:
                 current = None
-        if argument.partition("=")[0] in _SEVERAL:
+        if argument.partition("=")[0] in several:
             current = argument.partition("=")[0]
         spread_out.append(argument)
     return spread_out
@@ -112,6 +132,11 @@ def reported(command: Callable[P, T]) -> Callable[P, T]:
             raise typer.Exit(130) from None
 
     return wrapper
+
+
+def recorded(path: "Path") -> None:
+    """Say where a result was recorded."""
+    typer.echo(f"Recorded in {path}.")
 
 
 def _show_warning(message: Warning | str, *_: Any) -> None:

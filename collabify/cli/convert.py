@@ -40,15 +40,6 @@ class SolverName(StrEnum):
     TENSORLY = "tensorly"
 
 
-class DtypeName(StrEnum):
-    """Choices of ``--dtype``."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-
-
 @reported
 def convert(
     model: options.Model,
@@ -158,8 +149,8 @@ def convert(
         ),
     ] = None,
     dtype: Annotated[
-        DtypeName, typer.Option(help="Of the converted model; auto: as saved.")
-    ] = DtypeName.AUTO,
+        options.DtypeName, typer.Option(help="Of the converted model; auto: as saved.")
+    ] = options.DtypeName.AUTO,
     device: options.Device = None,
     seed: options.Seed = 0,
     dry_run: Annotated[

@@ -10,12 +10,14 @@ from collabify.cli.common import (
     Json,
     MaxLength,
     Model,
+    Record,
     Revision,
     Seed,
     check_revision,
     load_model,
     print_table,
     progress_bar,
+    recorded,
     reported,
 )
 
@@ -41,13 +43,17 @@ def drift(
     max_length: MaxLength = 128,
     seed: Seed = 0,
     device: Device = None,
+    record: Record = False,
     json: Json = False,
 ) -> None:
     """Measure how far MODEL is from its original: hidden states, attention, predictions."""
     from collabify.evaluation import evaluate_drift
+    from collabify.recording import record as put
+    from collabify.recording import recordable
     from collabify.scoreboard import drift_notes, drift_table
 
     check_revision(model, revision)
+    place = recordable(model) if record else None
     loaded, _ = load_model(model, "auto", device, revision, strict=True)
     original, source = load_model(baseline, "auto", device, strict=True)
     with progress_bar(quiet=json) as show:
@@ -62,9 +68,12 @@ def drift(
             processor=source.location,
             progress=show,
         )
+    path = None if place is None else put(place, report)
     if json:
         typer.echo(report.to_json())
         return
     print_table(*drift_table(report))
     for note in drift_notes(report):
         typer.echo(note)
+    if path is not None:
+        recorded(path)

@@ -1,6 +1,7 @@
 """``collabify eval glue``: the paper's table for a fine-tuned model, and for its baseline."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,16 +13,21 @@ from collabify.cli.common import (
     Json,
     Limit,
     MaxLength,
+    Record,
     Resamples,
     Revision,
     Seed,
     load_model,
     print_scores,
     progress_bar,
+    recorded,
     reported,
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from collabify.recording import Place
     from collabify.scores import GlueScores
 
 _TASK = "{task}"
@@ -63,15 +69,18 @@ def glue(
     resamples: Resamples = 1000,
     seed: Seed = 0,
     device: Device = None,
+    record: Record = False,
     json: Json = False,
 ) -> None:
     """Score MODEL on tasks of GLUE, and with --baseline the difference, with 95 % intervals."""
     from collabify.evaluation import evaluate_glue
+    from collabify.recording import recordable
     from collabify.storage import check_device
 
     check_device(device)
     names = [name.strip() for given in task for name in given.split(",") if name.strip()]
-    _check_models(model, baseline, names, data, revision)
+    tasks = _check_models(model, baseline, names, data, revision)
+    places = {each: recordable(model.replace(_TASK, each)) for each in tasks if record}
     with progress_bar(quiet=json) as show:
         report = evaluate_glue(
             _loader(model, device, revision),
@@ -86,16 +95,29 @@ def glue(
             seed=seed,
             progress=show,
         )
+    paths = _record(places, report)
     if json:
         typer.echo(report.to_json())
-    else:
-        _print(report)
+        return
+    _print(report)
+    for path in paths:
+        recorded(path)
+
+
+def _record(places: "dict[str, Place]", report: "GlueScores") -> "list[Path]":
+    """Put what each task's model scored into its own record."""
+    from collabify.recording import record
+
+    return [
+        record(place, replace(report, tasks=tuple(t for t in report.tasks if t.task == task)))
+        for task, place in places.items()
+    ]
 
 
 def _check_models(
     model: str, baseline: str | None, names: list[str], data: str | None, revision: str | None
-) -> None:
-    """Refuse models that are not there, of any task, before one is evaluated."""
+) -> list[str]:
+    """The tasks; refuses models that are not there, of any task, before one is evaluated."""
     from collabify.data.glue import find_tasks
     from collabify.errors import OptionError
     from collabify.storage import check_revision, find, quiet
@@ -113,6 +135,7 @@ def _check_models(
         for each in dict.fromkeys(name.replace(_TASK, task) for task in tasks if name is not None):
             check_revision(each, at)
             find(each, at)
+    return tasks
 
 
 def _loader(name: str, device: str | None, revision: str | None) -> Callable[[str], Any]:

@@ -11,6 +11,7 @@ from collabify.cli.common import (
     Json,
     Limit,
     Model,
+    Record,
     Resamples,
     Revision,
     Seed,
@@ -18,6 +19,7 @@ from collabify.cli.common import (
     load_model,
     print_scores,
     progress_bar,
+    recorded,
     reported,
 )
 
@@ -44,13 +46,17 @@ def image(
     resamples: Resamples = 1000,
     seed: Seed = 0,
     device: Device = None,
+    record: Record = False,
     json: Json = False,
 ) -> None:
     """Score MODEL, an image classifier, and with --baseline the difference, with 95 % intervals."""
     from collabify.evaluation import evaluate_image
+    from collabify.recording import record as put
+    from collabify.recording import recordable
     from collabify.scoreboard import image_notes, image_table
 
     check_revision(model, revision)
+    place = recordable(model) if record else None
     loaded, _ = load_model(model, "auto", device, revision, strict=True)
     other = None if baseline is None else load_model(baseline, "auto", device, strict=True)[0]
     with progress_bar(quiet=json) as show:
@@ -65,9 +71,12 @@ def image(
             seed=seed,
             progress=show,
         )
+    path = None if place is None else put(place, report)
     if json:
         typer.echo(report.to_json())
         return
     print_scores(*image_table(report))
     for note in image_notes(report):
         typer.echo(note)
+    if path is not None:
+        recorded(path)

@@ -173,9 +173,7 @@ def _save(
     overwrite: bool,
 ) -> None:
     """Write the model, all that lies beside it, and the record with the report in it."""
-    from json import dumps
-
-    from collabify.storage import REPORT_FILE, output_folder, save
+    from collabify.storage import output_folder, save, unmeasured, write_record
 
     with output_folder(target, overwrite=overwrite or in_place) as folder:
         if in_place:
@@ -186,8 +184,7 @@ def _save(
 
             shutil.copytree(target, folder, symlinks=True, ignore=ignore, dirs_exist_ok=True)
         save(model, folder, source=source)
-        healed = {**record, "healing": report.to_dict()}
-        (folder / REPORT_FILE).write_text(dumps(healed, indent=2) + "\n", encoding="utf-8")
+        write_record(folder, {**unmeasured(record), "healing": report.to_dict()})
 
 
 def _print(report: "HealingReport", target: Path, calibration: str, *, written: bool) -> None:

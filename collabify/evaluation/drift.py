@@ -127,7 +127,7 @@ class _Watched(Sequence[Batch]):
 
 
 def check_comparable(model: Any, baseline: Any) -> None:
-    """Refuse two models whose hidden states do not stand for the same.
+    """Refuse two models of which neither can have been made from the other.
 
     Raises
     ------
@@ -146,8 +146,8 @@ def check_comparable(model: Any, baseline: Any) -> None:
         ours, theirs = (getattr(each.config, name, None) for each in (model, baseline))
         if ours != theirs:
             raise LabelError(
-                f"The model has {name}={ours!r} and the baseline has {theirs!r}; drift is measured "
-                "between a model and what it was made from. Give that: --baseline MODEL"
+                f"The model has {name}={ours!r} and the baseline has {theirs!r}; a model is only "
+                "compared with what it was made from. Give that: --baseline MODEL"
             )
 
 

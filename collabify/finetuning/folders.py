@@ -17,6 +17,7 @@ from collabify.storage import (
     inherited,
     output_folder,
     save,
+    unmeasured,
     write_record,
 )
 from collabify.training_record import FinetuneReport
@@ -97,4 +98,4 @@ def write(
         told = json.loads(report.to_json())
         if "finetuning" in record:
             told["before"] = record["finetuning"]
-        write_record(folder, {**inherited(source), **record, "finetuning": told})
+        write_record(folder, {**inherited(source), **unmeasured(record), "finetuning": told})

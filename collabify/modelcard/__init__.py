@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from collabify.modelcard.measured import evaluation_line, latency_line
 from collabify.modelcard.metadata import (
     CARRIED,
     MODELING_FILE,
@@ -28,9 +29,11 @@ __all__ = [
     "architecture",
     "auto_class",
     "base_model",
+    "evaluation_line",
     "is_generated",
     "is_hub_id",
     "is_standalone",
+    "latency_line",
     "model_card",
     "public",
     "scores",

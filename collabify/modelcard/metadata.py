@@ -105,7 +105,7 @@ def metadata(
     given: dict[str, Any] = {
         key: carried.get(key) for key in CARRIED if key not in ("datasets", "base_model")
     }
-    results = list(_results(tuned, config)) if tuned else []
+    results = list(_measured(record, config)) or (list(_results(tuned, config)) if tuned else [])
     return ModelCardData(
         base_model=base,
         base_model_relation=None if base is None else "finetune",
@@ -150,6 +150,25 @@ def scores(tuned: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
         for metric, value in found.items() if isinstance(found, Mapping) else ():
             if metric != "loss" and isinstance(value, int | float) and math.isfinite(value):
                 yield split, metric, value
+
+
+def _measured(record: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[EvalResult]:
+    """Scores of the very model, as ``collabify eval --record`` found them."""
+    for entry in record.get("evaluations") or ():
+        task, data = entry.get("task"), str(entry.get("data")).removeprefix("./")
+        for score in entry.get("scores") or ():
+            rank = score["metric"] if score["metric"].startswith("top-") else None
+            if score["value"] is not None:
+                yield EvalResult(
+                    task_type=pipeline_tag(config, sentences=False) or "other",
+                    dataset_type=data.partition(":")[0],
+                    dataset_name=data if task is None else f"{data} {task}",
+                    dataset_config=task,
+                    dataset_split=entry["split"],
+                    metric_type="accuracy" if rank else score["metric"],
+                    metric_name=f"{rank} accuracy" if rank else None,
+                    metric_value=score["value"],
+                )
 
 
 def _results(tuned: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[EvalResult]:

@@ -5,6 +5,7 @@ from itertools import groupby
 from typing import Any
 
 from collabify.modelcard.commands import commands
+from collabify.modelcard.measured import latency, measured_drift, measured_scores, table
 from collabify.modelcard.metadata import (
     MODELING_FILE,
     auto_class,
@@ -51,12 +52,15 @@ def text(record: Mapping[str, Any], config: Mapping[str, Any], name: str, repo: 
         f"# {name}",
         _opening(record),
         "## What was done",
-        _table(("", ""), _done(record)),
+        table(("", ""), _done(record)),
         "## What it cost",
-        _table(("parameters", "before", "after", "kept"), _parameters(record)),
+        table(("parameters", "before", "after", "kept"), _parameters(record)),
         _measured(record),
+        *measured_scores(record),
         *_scored(record),
-        _caveat(),
+        *measured_drift(record),
+        *latency(record),
+        _caveat(record),
         "## How to load it",
         _loading(config, repo),
         "## How to make it again",
@@ -81,15 +85,6 @@ def sizes(layers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     for key in keys:
         if any(layer.get(key) not in (None, False) for layer in layers):
             yield key.replace("_", " "), ranks(layers, key)
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return ""
-    lines = [heads, ["---"] + ["---:" if len(heads) > 2 else "---"] * (len(heads) - 1), *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in lines
-    )
 
 
 def _opening(record: Mapping[str, Any]) -> str:
@@ -170,7 +165,7 @@ def _measured(record: Mapping[str, Any]) -> str:
         rows += _drift(healing["drift_after"], "held-out samples, after healing")
     elif drift is not None:
         rows += _drift(drift, "held-out samples")
-    return _table(("measured when it was converted, against the original", ""), rows)
+    return table(("measured when it was converted, against the original", ""), rows)
 
 
 def _drift(drift: Mapping[str, float], when: str) -> list[tuple[str, str]]:
@@ -198,14 +193,21 @@ def _scored(record: Mapping[str, Any]) -> Iterator[str]:
         f"Scores of {whose} for {tuned['task']}, after the last epoch, on {tuned['evaluated']:,} "
         "examples:"
     )
-    yield _table(("split", "metric", "score"), rows)
+    yield table(("split", "metric", "score"), rows)
 
 
-def _caveat() -> str:
+def _caveat(record: Mapping[str, Any]) -> str:
+    measured = any(record.get(key) for key in ("evaluations", "latency"))
+    when = "as the model was made and measured" if measured else "as the model was made"
+    said = (
+        f"These numbers were recorded {when}; what was done to its weights by other means since "
+        "then is not in them."
+    )
+    if record.get("latency"):
+        return f"{said} Latency is that of one machine; on others it differs."
     return (
-        "These numbers were recorded as the model was made; what was done to its weights by other "
-        "means since then is not in them. Latency was not recorded: fewer parameters do not by "
-        "themselves make a model faster."
+        f"{said} Latency was not recorded: fewer parameters do not by themselves make a model "
+        "faster."
     )
 
 

@@ -9,7 +9,7 @@ from collabify.hub import RECORD_FILE as REPORT_FILE
 from collabify.storage.carried import carry, note
 from collabify.storage.folders import output_folder, recover
 from collabify.storage.headers import Headers, headers
-from collabify.storage.loading import cast_to, check_device, find, load, quiet, read
+from collabify.storage.loading import cast_to, check_device, find, load, load_like, quiet, read
 from collabify.storage.publishing import (
     Package,
     conversion_of,
@@ -17,7 +17,13 @@ from collabify.storage.publishing import (
     parse_config,
     write_standalone,
 )
-from collabify.storage.records import inherited, read_record, write_record
+from collabify.storage.records import (
+    MEASURED,
+    inherited,
+    read_record,
+    unmeasured,
+    write_record,
+)
 from collabify.storage.source import (
     DEMO,
     DEMO_PACKAGE,
@@ -35,6 +41,7 @@ __all__ = [
     "COMPANIONS",
     "DEMO",
     "DEMO_PACKAGE",
+    "MEASURED",
     "REPORT_FILE",
     "Headers",
     "Package",
@@ -50,6 +57,7 @@ __all__ = [
     "headers",
     "inherited",
     "load",
+    "load_like",
     "locate",
     "modeling",
     "note",
@@ -62,6 +70,7 @@ __all__ = [
     "recover",
     "resolved",
     "save",
+    "unmeasured",
     "versions",
     "with_auto_map",
     "write_record",

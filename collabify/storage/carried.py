@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from collabify.errors import CheckpointError, CollabifyWarning, HubError
 from collabify.hub import CARD_FILE, CONFIG_FILE, download
 from collabify.modelcard import is_generated, model_card, public
-from collabify.storage.records import inherited, read_record, write_record
+from collabify.storage.records import inherited, read_record, unmeasured, write_record
 from collabify.storage.source import Source
 from collabify.storage.standalone import keep_standalone
 from collabify.storage.writing import versions
@@ -77,7 +77,7 @@ def carry(model: Any, record: Mapping[str, Any] | None = None) -> None:
         vars(model)[_NAME] = said | given
     elif source is not None and source.is_folder:
         with suppress(CheckpointError):  # told when it is saved
-            vars(model)[_NAME] = read_record(source)  # now: the folder may change
+            vars(model)[_NAME] = _read(source)  # now: the folder may change
 
 
 def note(model: Any, name: str, value: Mapping[str, Any]) -> None:
@@ -93,12 +93,17 @@ def _record(model: Any) -> dict[str, Any]:
     """What the model takes along, complete; what is on the Hub is looked for when it is needed."""
     source = _source(model)
     if _NAME not in vars(model):
-        vars(model)[_NAME] = {} if source is None else _had(read_record, source)
+        vars(model)[_NAME] = {} if source is None else _had(_read, source)
     record = cast(dict[str, Any], vars(model)[_NAME])
     if not record or "base" in record:
         return record
     vars(model)[_NAME] = {"base": {}, **_had(inherited, source), **record}
     return cast(dict[str, Any], vars(model)[_NAME])
+
+
+def _read(source: Source) -> dict[str, Any]:
+    """The record without what was measured: nothing tells whether these are still the weights."""
+    return unmeasured(read_record(source))
 
 
 def _had(read: Callable[[Any], dict[str, Any]], source: Source | None) -> dict[str, Any]:

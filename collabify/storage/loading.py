@@ -92,6 +92,29 @@ def load(
     return model.to(device) if device else model, source
 
 
+def load_like(
+    model: PreTrainedModel, name: str, *, revision: str | None = None
+) -> tuple[PreTrainedModel, Source]:
+    """Load another model to run beside ``model``: in its class and dtype, and on its device.
+
+    A head that the other does not have, or has with other labels, is random: it takes the same time
+    whatever its numbers are.
+
+    Parameters
+    ----------
+    model
+        A model of transformers.
+    name, revision
+        As for :func:`load`, which lists the errors too.
+    """
+    source, config = find(name, revision)
+    config.num_labels = model.config.num_labels
+    cls = getattr(transformers, type(model).__name__)
+    dtype = str(model.dtype).removeprefix("torch.")
+    found, _ = read(cls, source, config, dtype=dtype, ignore_mismatched_sizes=True)
+    return found.to(model.device), source
+
+
 def find(name: str, revision: str | None = None) -> tuple[Source, Any]:
     """Where a model is, and its configuration, checked; parameters and errors as :func:`load`."""
     source = locate(name, revision)

@@ -1,9 +1,11 @@
 """What is recorded of a model beside its weights: ``collabify.json``, and its origin's card.
 
-DIR/collabify.json = the conversion's report, "healing", "finetuning", and "base": the origin's card
+DIR/collabify.json = the conversion's report, "healing", "finetuning", "base": the origin's card,
+and what was measured of these very weights: "evaluations", "latency"
 """
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,10 +42,22 @@ def read_record(source: Source) -> dict[str, Any]:
     return found
 
 
+MEASURED = ("evaluations", "latency")  # of the weights as they are: others do not inherit it
+
+
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write ``collabify.json``."""
-    text = json.dumps(record, indent=2)
-    (folder / RECORD_FILE).write_text(text + "\n", encoding="utf-8")
+    """Write ``collabify.json``, whole or not at all."""
+    new = folder / f".{RECORD_FILE}-{os.getpid()}"
+    try:
+        new.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        new.replace(folder / RECORD_FILE)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def unmeasured(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record for other weights: without what was measured of these."""
+    return {name: value for name, value in record.items() if name not in MEASURED}
 
 
 def inherited(source: Source | None) -> dict[str, Any]:
