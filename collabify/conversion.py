@@ -239,7 +239,9 @@ def convert(
                     model, original, calibration=data, steps=heal, seed=seed, progress=progress
                 )
                 drift = healing.drift_after
-    given = calibration if isinstance(calibration, str | None) else type(calibration).__name__
+    given = calibration
+    if not isinstance(calibration, str | None):
+        given = f"a {type(calibration).__name__} given in Python"
     options: dict[str, Any]
     options = {"dk": dk, "kept": kept, "error": error, "head_rank": head_rank, "heal": heal}
     options |= {"channels": channels, "iterations": iterations, "tolerance": tolerance}

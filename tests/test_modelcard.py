@@ -10,8 +10,10 @@ import yaml
 from hub_cases import CARD, QUICK, cli, done
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
+from tiny_models import TINY
 from tiny_tasks import FAST, write_model, write_task
 
+from collabify import convert
 from collabify.modelcard import auto_class, base_model, is_generated, is_hub_id, model_card, public
 
 CONFIG: dict[str, Any] = {
@@ -110,6 +112,15 @@ def test_metadata() -> None:
     assert {name: data[name] for name in licence} == licence
     assert (data["language"], data["datasets"]) == (["en"], ["someone/texts"])
     assert data["base_model"] == "google/tiny"
+
+
+def test_data_given_in_python_are_no_data_set() -> None:
+    model = TINY["bert"].build()
+    batch = TINY["bert"].batch(model)
+    record = convert(model, dk=12, calibration=[batch] * 2, iterations=2).to_dict()
+    text = card(record)
+    assert "datasets" not in data_of(text)
+    assert "--calibration 'a list given in Python'" in text
 
 
 def test_a_healed_one_tells_drift_before_and_after() -> None:
