@@ -67,6 +67,7 @@ LEVELS = {
     "data": 7.4,
     "checkpoint": 9,
     "planning.layers": 8.0,
+    "planning.asked": 7.9,
     "planning.request": 8.0,
     "planning.values": 8.0,
     "planning": 8.1,
