@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from data_cases import TEXTS, make_tokenizer
+from finetune_cases import FORMS
 from tiny_models import LOW, TINY
+from tiny_tasks import write_model, write_task
 from torch import Tensor
 
 from collabify import convert
@@ -190,3 +192,36 @@ def load_elsewhere(
         return {order: torch.load(out / f"{order}.pt") for order in orders}
 
     return load
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No network, and no data left in the user's cache."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    cache = tmp_path_factory.getbasetemp() / "datasets"
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
+
+
+@pytest.fixture(scope="session")
+def glue(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Planted tasks in GLUE's layout."""
+    root = tmp_path_factory.mktemp("glue")
+    for task in ("sst2", "rte", "stsb"):
+        write_task(root, task, {"train": 256, "validation": 64})
+    both = {"validation_matched": 16, "validation_mismatched": 24}
+    write_task(root, "mnli", {"train": 24, **both})
+    return str(root)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """A model's folder by its name in FORMS, made once."""
+    root = tmp_path_factory.mktemp("models")
+
+    def folder(name: str) -> str:
+        kind, conversion = FORMS[name]
+        if not (root / name).is_dir():
+            write_model(root / name, kind, conversion)
+        return str(root / name)
+
+    return folder

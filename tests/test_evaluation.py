@@ -2,11 +2,9 @@
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from glue_data import (
@@ -17,25 +15,18 @@ from glue_data import (
     write_glue,
     write_vocabulary,
 )
-from PIL import Image
 from tiny_models import TINY
 from torch import nn
 from transformers import (
     AutoTokenizer,
     BertConfig,
-    BertForMaskedLM,
     BertForSequenceClassification,
-    BertModel,
-    ViTConfig,
-    ViTImageProcessor,
 )
 
-import collabify
 from collabify.errors import LabelError, NonFiniteError, OptionError
-from collabify.evaluation import evaluate_drift, evaluate_glue, evaluate_image, predict
-from collabify.evaluation.drift import compare_logits
+from collabify.evaluation import evaluate_glue, predict
 from collabify.evaluation.glue import decide
-from collabify.scoreboard import glue_notes, glue_table, image_notes, transposed, width
+from collabify.scoreboard import glue_notes, glue_table, transposed, width
 
 Knowing = KnowingForSequenceClassification
 ENTAILMENT = ("entailment", "not_entailment")
@@ -370,132 +361,6 @@ def test_several_tasks_need_several_models_and_intervals_two_resamples(four: str
         evaluate_glue(knowing, "rte", data=four, resamples=1)
 
 
-# Images: class n is a picture of one brightness; the head of the model below reads that.
-CLASSES = ("ant", "bee", "cat", "dog", "eel", "fox", "gnu")
-
-
-def write_images(folder: Path, classes: tuple[str, ...], each: int = 3) -> str:
-    for label, name in enumerate(classes):
-        (folder / name).mkdir(parents=True)
-        for number in range(each):
-            level = np.full((8, 8, 3), 10 + 30 * label, np.uint8)
-            Image.fromarray(level).save(folder / name / f"{number}.png")
-    return str(folder)
-
-
-class LookingForImageClassification(nn.Module):
-    """Scores classes by how near the picture's brightness is to theirs, in its own order."""
-
-    def __init__(self, names: tuple[str, ...], order: tuple[int, ...], shift: int = 0) -> None:
-        super().__init__()
-        self.config: Any = ViTConfig(
-            image_size=8,
-            patch_size=4,
-            id2label=dict(enumerate(names)),
-            label2id={name: n for n, name in enumerate(names)},
-        )
-        levels = torch.tensor([10.0 + 30 * (n + shift) for n in order]) / 255
-        self.levels = nn.Parameter(levels)
-
-    def forward(self, pixel_values: Any) -> Any:
-        mean = pixel_values.mean((1, 2, 3))[:, None]
-        return type("Output", (), {"logits": -((mean - self.levels) ** 2)})
-
-
-PROCESSOR: Any = ViTImageProcessor(
-    size={"height": 8, "width": 8}, image_mean=[0, 0, 0], image_std=[1, 1, 1]
-)
-
-
-def looking(names: tuple[str, ...] = CLASSES, **options: Any) -> Any:
-    order = tuple(CLASSES.index(name) for name in names)
-    return LookingForImageClassification(names, order, **options)
-
-
-def test_images_of_a_folder_are_scored_by_the_names_of_their_classes(tmp_path: Path) -> None:
-    data = write_images(tmp_path / "photos", CLASSES)
-    backwards = CLASSES[::-1]
-    report = evaluate_image(
-        looking(), data, baseline=looking(backwards), processor=PROCESSOR, batch_size=4
-    )
-    assert [(s.metric, s.value, s.baseline) for s in report.scores] == [
-        ("top-1", 1.0, 1.0),
-        ("top-5", 1.0, 1.0),
-    ]
-    assert (report.examples, report.classes, report.split) == (21, 7, "train")
-    assert report.label_order == "names"
-
-
-def test_top_5_counts_the_first_five(tmp_path: Path) -> None:
-    data = write_images(tmp_path / "photos", CLASSES, each=1)
-    # Reads every picture as one class darker; of the brightest picture nothing is left to prefer.
-    report = evaluate_image(looking(shift=3), data, processor=PROCESSOR, resamples=20)
-    top1, top5 = report.scores
-    # Picture n lies at n; class m at m + 3. Class n is at distance 3: those within 2 come first.
-    nearer = [sum(abs(m + 3 - n) < 3 for m in range(7)) for n in range(7)]
-    ties = [sum(abs(m + 3 - n) == 3 and m != n for m in range(7)) for n in range(7)]
-    assert top1.value == pytest.approx(
-        sum(n + t < 1 for n, t in zip(nearer, ties, strict=True)) / 7
-    )
-    assert top5.value == pytest.approx(
-        sum(n + t < 5 for n, t in zip(nearer, ties, strict=True)) / 7
-    )
-    assert top1.value < top5.value < 1
-    assert json.loads(report.to_json())["scores"][1]["metric"] == "top-5"
-
-
-def test_few_classes_have_no_top_5(tmp_path: Path) -> None:
-    data = write_images(tmp_path / "photos", CLASSES[:5])
-    report = evaluate_image(looking(CLASSES[:5]), data, processor=PROCESSOR, limit=6)
-    assert [score.metric for score in report.scores] == ["top-1"]
-    assert report.examples == 6
-    assert "No top-5: with 5 classes it says nothing." in image_notes(report)
-
-
-def test_folders_with_splits(tmp_path: Path) -> None:
-    write_images(tmp_path / "photos" / "train", CLASSES[:3])
-    data = write_images(tmp_path / "photos" / "test", CLASSES[:3], each=2).removesuffix("/test")
-    model = looking(CLASSES[:3])
-    assert evaluate_image(model, data, processor=PROCESSOR).split == "test"
-    assert evaluate_image(model, data, processor=PROCESSOR, split="train").examples == 9
-    with pytest.raises(OptionError, match=r"has no split 'dev'. There are: "):
-        evaluate_image(model, data, processor=PROCESSOR, split="dev")
-
-
-def test_images_that_cannot_be_scored(tmp_path: Path) -> None:
-    data = write_images(tmp_path / "photos", CLASSES[:3])
-    with pytest.raises(LabelError, match=r"head has 7 labels .* has 3"):
-        evaluate_image(looking(), data, processor=PROCESSOR)
-    with pytest.raises(LabelError, match=r"must be those of .*photos"):
-        evaluate_image(looking(("ant", "bee", "dog")), data, processor=PROCESSOR)
-    with pytest.raises(LabelError, match=r"no image classification head.*--image-data"):
-        evaluate_image(TINY["vit"].build(), data, processor=PROCESSOR)
-    with pytest.raises(OptionError, match="nowhere' must be a data set's folder, a folder of"):
-        evaluate_image(looking(), str(tmp_path / "nowhere"))
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.csv").write_text("x,label\nhello,1\n")
-    with pytest.raises(OptionError, match=r"no column of images. There are: x \(Value\), label"):
-        evaluate_image(looking(), str(tmp_path / "texts"))
-    (tmp_path / "flat").mkdir()
-    Image.new("RGB", (8, 8)).save(tmp_path / "flat" / "1.png")
-    with pytest.raises(OptionError, match=r"no column of class labels. There are: image \(Image\)"):
-        evaluate_image(looking(), str(tmp_path / "flat"))
-
-
-def test_classes_without_names_are_not_taken_for_named_ones(tmp_path: Path) -> None:
-    data = write_images(tmp_path / "photos", ("0", "1", "2"))
-    with pytest.raises(LabelError, match=r"no names \(0, 1, 2\) .* head do \(ant, bee, cat\)"):
-        evaluate_image(looking(CLASSES[:3]), data, processor=PROCESSOR)
-    unnamed = LookingForImageClassification(("LABEL_0", "LABEL_1", "LABEL_2"), (0, 1, 2))
-    named = LookingForImageClassification(("0", "1", "2"), (0, 1, 2))
-    report = evaluate_image(unnamed, data, processor=PROCESSOR, baseline=named)
-    assert (report.label_order, report.nameless) == ("position", ("model", "data"))
-    assert "No class names in the model's config, the data: positions were taken." in (
-        image_notes(report)
-    )
-    assert evaluate_image(named, data, processor=PROCESSOR).nameless == ()
-
-
 def test_a_baseline_without_label_names_is_told_of(rte: str, tokenizer: Any) -> None:
     unnamed, named = Knowing(("LABEL_0", "LABEL_1"), [0, 1]), Knowing(ENTAILMENT, [0, 1])
     report = evaluate_glue(named, "rte", data=rte, baseline=unnamed, processor=tokenizer)
@@ -504,120 +369,3 @@ def test_a_baseline_without_label_names_is_told_of(rte: str, tokenizer: Any) -> 
     notes = " ".join(glue_notes(report))
     assert "No label names in the config of the baseline for rte: the order" in notes
     assert "of the model" not in notes
-
-
-def test_drift_of_a_model_from_itself_is_nothing(tmp_path: Path) -> None:
-    model = TINY["bert"].build(headed=True)
-    report = evaluate_drift(model, model, "synthetic", samples=16, max_length=7)
-    assert report.hidden_cosine == pytest.approx(1)
-    assert (report.agreement, report.attention) == (1.0, 0.0)
-    assert report.divergence == pytest.approx(0, abs=1e-12)
-    assert report.predictions == report.samples == 24
-    assert json.loads(report.to_json())["agreement"] == 1
-
-
-def test_drift_of_a_converted_model_shows_in_every_measure() -> None:
-    original = TINY["bert"].build(headed=True)
-    converted = TINY["bert"].build(headed=True)
-    collabify.convert(converted, dk=6, calibration="none", iterations=2)
-    seen: list[str] = []
-    report = evaluate_drift(
-        converted,
-        original,
-        "synthetic",
-        samples=64,
-        max_length=7,
-        progress=lambda stage, *_: seen.append(stage),
-    )
-    assert report.hidden_cosine < 0.99
-    assert 0 < report.attention < 1
-    assert (report.divergence or 0) > 0
-    assert seen == ["hidden states"] * 5 + ["predictions"] * 5
-
-
-def test_logits_are_compared_as_defined() -> None:
-    p = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]], dtype=torch.float64)
-    q = torch.tensor([[0.2, 0.5, 0.3], [0.2, 0.2, 0.6]], dtype=torch.float64)
-    same, divergence = compare_logits(p.log() + 4, q.log() - 1)
-    expected = sum(
-        a * math.log(a / b)
-        for row, other in zip(p.tolist(), q.tolist(), strict=True)
-        for a, b in zip(row, other, strict=True)
-    )
-    assert same == 1
-    assert divergence == pytest.approx(expected)  # not the same the other way round
-
-
-def test_drift_counts_real_tokens_of_token_heads() -> None:
-    torch.manual_seed(2)
-    config = TINY["bert"].config()
-    models = [BertForMaskedLM(config).eval() for _ in range(2)]
-    batches = [
-        {
-            "input_ids": torch.full((2, 5), 7),
-            "attention_mask": torch.tensor([[1] * 5, [1] * 2 + [0] * 3]),
-        }
-        for _ in range(2)
-    ]
-    report = evaluate_drift(*models, batches, samples=2)
-    assert report.predictions == 14
-    assert (report.divergence or 0) > 0
-
-
-def test_drift_without_heads_has_no_predictions() -> None:
-    model = TINY["bert"].build()
-    report = evaluate_drift(model, model, "synthetic", samples=4, max_length=7)
-    assert (report.agreement, report.divergence, report.predictions) == (None, None, 0)
-
-
-def test_drift_goes_by_the_names_of_labels() -> None:
-    model, original = (TINY["bert"].build(headed=True) for _ in range(2))
-    original.config.id2label = {0: "no", 1: "yes"}
-    model.config.id2label = {0: "YES", 1: "NO"}
-    with torch.no_grad():
-        for parameter in model.classifier.parameters():
-            parameter.copy_(parameter.flip(0))
-    report = evaluate_drift(model, original, "synthetic", samples=8, max_length=7)
-    assert report.agreement == 1
-    model.config.id2label = {0: "good", 1: "bad"}
-    with pytest.raises(LabelError, match="must be those of the baseline"):
-        evaluate_drift(model, original, "synthetic", samples=8, max_length=7)
-
-
-def test_drift_needs_two_models_of_one_kind() -> None:
-    small = TINY["bert"].build()
-    large = BertModel(BertConfig(**TINY["bert"].options | {"num_hidden_layers": 3}))
-    with pytest.raises(LabelError, match="num_hidden_layers=2 and the baseline has 3"):
-        evaluate_drift(small, large, "synthetic")
-
-
-@pytest.mark.skipif("COLLABIFY_GLUE" not in os.environ, reason="no GLUE: set COLLABIFY_GLUE")
-def test_real_data_and_a_real_model(real_model: Any) -> None:
-    """Sorted and padded in batches, the scores are those of one pair at a time."""
-    folder = real_model("minilm-l6")
-    config = BertConfig.from_pretrained(folder, num_labels=1)
-    model = BertForSequenceClassification.from_pretrained(folder, config=config).eval()
-    data = os.environ["COLLABIFY_GLUE"]
-    with torch.no_grad():
-        model.classifier.weight.zero_()
-        model.classifier.weight[0, :192] = 0.1
-    report = evaluate_glue(model, "stsb", data=data, limit=48, baseline=model)
-    (scores,) = report.tasks
-    assert scores.examples == 48
-    assert scores.split == "validation"
-    assert all(-1 <= score.value <= 1 for score in scores.scores)
-    assert all(score.difference == 0 for score in scores.scores)
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    from scipy import stats
-
-    from collabify.data.glue import load_task
-    from collabify.data.splits import sample
-
-    rows = sample(load_task("stsb", data), 48, 0)
-    with torch.no_grad():  # one by one, unsorted and unpadded
-        one_by_one = [
-            float(model(**tokenizer(a, b, return_tensors="pt")).logits)
-            for a, b in zip(rows["sentence1"], rows["sentence2"], strict=True)
-        ]
-    expected = stats.spearmanr(one_by_one, rows["label"]).statistic
-    assert scores.scores[1].value == pytest.approx(expected, abs=0.01)  # ranks of near ties move

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from finetune_cases import PREPARED, headed
 from tiny_models import TINY
 from tiny_tasks import FAST, write_images, write_model, write_task
 from transformers import AutoConfig, DeiTForImageClassificationWithTeacher
@@ -19,21 +20,7 @@ from collabify.storage import load
 ONCE: dict[str, Any] = FAST | {"epochs": 1}
 
 
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """No network, and no data left in the user's cache."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    cache = tmp_path_factory.getbasetemp() / "datasets"
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
-
-
-def headed(folder: Path, labels: tuple[str, ...], kind: str = "bert", **config: Any) -> str:
-    names = dict(enumerate(labels))
-    ids = {name: number for number, name in names.items()}
-    return str(write_model(folder, kind, id2label=names, label2id=ids, **config))
-
-
-PREPARED = pytest.mark.filterwarnings("ignore:Images are prepared for .* as best one can")
+pytestmark = pytest.mark.usefixtures("offline")
 
 
 @PREPARED
