@@ -39,6 +39,11 @@ class Standalone:
         model.config.quantization_config = record
 
     @classmethod
+    def is_custom_code(cls) -> bool:
+        """No: such a checkpoint has the names that transformers' own class reads and renames."""
+        return False
+
+    @classmethod
     def from_pretrained(cls, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """As transformers' own; where collabify is imported, it loads the model itself."""
         if QUANT_METHOD in AUTO_QUANTIZER_MAPPING:

@@ -44,7 +44,7 @@ collabify is installed, import collabify instead."""
 @cache
 def modeling() -> str:
     """The source of ``modeling_collabify.py``."""
-    roots = {"__getattr__", "forward", "from_pretrained"}
+    roots = {"__getattr__", "forward", "from_pretrained", "is_custom_code"}
     return bundle(_MODULES, roots, first="models.requirement", note=_NOTE)
 
 
