@@ -4,8 +4,10 @@ Packages that the tests do not need otherwise come with the extra ``works``.
 """
 
 import copy
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,23 @@ def cosine(one: Tensor, other: Tensor, batch: dict[str, Tensor]) -> float:
     """Of hidden states, mean of the real tokens."""
     real = batch["attention_mask"] == 1
     return float(torch.cosine_similarity(one[real].float(), other[real].float(), dim=-1).mean())
+
+
+def test_whoever_runs_all_tests_has_these_packages() -> None:
+    root = Path(__file__).parent.parent
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert "collabify[demo,test,works]" in extras["dev"]
+    pinned = dict(re.findall("^(.+)==(.+)$", (root / "constraints.txt").read_text(), re.MULTILINE))
+    for requirement in extras["works"]:
+        name, _, lowest = requirement.partition(">=")
+        assert numbers(pinned[name]) >= numbers(lowest)
+    assert "make slow" in (root / ".github" / "workflows" / "test.yml").read_text()
+
+
+def numbers(version: str) -> list[int]:
+    return [int(each) for each in version.split(".")]
 
 
 def test_fast_tokenizer_is_untouched(folder: tuple[Path, Path]) -> None:
