@@ -243,7 +243,8 @@ sys.modules["collabify"] = None
 model, out = map(Path, sys.argv[1:])
 load = transformers.AutoModelForSequenceClassification
 told = {}
-for kind in ("none", "newer", "layer", "lost", "random"):
+GPTQ = transformers.GPTQConfig(bits=4)
+for kind in ("none", "newer", "layer", "lost", "random", "quantised"):
     folder = out / kind
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -263,7 +264,8 @@ for kind in ("none", "newer", "layer", "lost", "random"):
         if kind == "random":
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
             load.from_config(config, trust_remote_code=True)
-        load.from_pretrained(folder, trust_remote_code=True)
+        options = {"quantization_config": GPTQ} if kind == "quantised" else {}
+        load.from_pretrained(folder, trust_remote_code=True, **options)
     except Exception as error:
         told[kind] = f"{type(error).__name__}: {error}"
 (out / "told.json").write_text(json.dumps(told))
@@ -276,6 +278,10 @@ def test_it_refuses_as_collabify_does(alone: Any, tmp_path: Path) -> None:
     child = apart(ODD, alone[1], out, cwd=out)
     assert child.returncode == 0, child.stderr
     told = json.loads((out / "told.json").read_text())
+    option = told.pop("quantised")
+    assert re.match(
+        r"OptionError: quantization_config=GPTQConfig must not be given for '.*odd/qu", option
+    )
     assert all(line.startswith(f"{CheckpointError.__name__}: ") for line in told.values())
     assert "has no record of collabify" in told["none"]
     assert "version=2 must be 1" in told["newer"]

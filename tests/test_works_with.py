@@ -357,11 +357,57 @@ def test_torchao(model: Any, hidden: Tensor, batch: dict[str, Tensor]) -> None:
     assert 0.999 < cosine(states(model, batch), hidden, batch) < 1
 
 
-def test_quantising_while_loading_is_refused(folder: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "least", "loss"), [("Linear8bitLt", 0.999, 0.001), ("LinearNF4", 0.97, 0.005)]
+)
+def test_bitsandbytes(
+    kind: str,
+    least: float,
+    loss: float,
+    model: Any,
+    folder: tuple[Path, Path],
+    batch: dict[str, Tensor],
+) -> None:
+    """Its layers in place of torch's, once the model is loaded."""
+    layers = pytest.importorskip("bitsandbytes.nn", reason=WORKS)
+    options = {"has_fp16_weights": False} if kind == "Linear8bitLt" else {}
+
+    def kept(whole: Any) -> float:
+        quantised = copy.deepcopy(whole)
+        for name, old in list(quantised.encoder.named_modules()):
+            if isinstance(old, nn.Linear):
+                size, bias = (old.in_features, old.out_features), old.bias is not None
+                new = getattr(layers, kind)(*size, bias=bias, **options)
+                new.load_state_dict(old.state_dict())
+                quantised.encoder.set_submodule(name, new.to("cpu"))
+        found = states(quantised, batch)
+        assert not quantised.encoder.layer[0].attention.self.key.weight.is_floating_point()
+        return cosine(found, states(whole, batch), batch)
+
+    original = transformers.AutoModel.from_pretrained(folder[1]).eval()
+    assert max(least, kept(original) - loss) < kept(model) < 1
+
+
+def torchao_config() -> Any:
+    torchao = pytest.importorskip("torchao.quantization", reason=WORKS)
+    return transformers.TorchAoConfig(torchao.Int8WeightOnlyConfig())
+
+
+def bitsandbytes_config() -> Any:
+    pytest.importorskip("bitsandbytes", reason=WORKS)
+    return transformers.BitsAndBytesConfig(load_in_8bit=True)
+
+
+@pytest.mark.parametrize(
+    "other", [lambda: transformers.GPTQConfig(bits=4), torchao_config, bitsandbytes_config]
+)
+def test_quantising_while_loading_is_refused(
+    other: Callable[[], Any], folder: tuple[Path, Path]
+) -> None:
     """config.json holds one method, and that is collabify."""
-    other = transformers.GPTQConfig(bits=4)
+    options = {"quantization_config": other()}
     with pytest.raises(ValueError, match="quantized with CollabifyConfig but you are passing"):
-        transformers.AutoModel.from_pretrained(folder[0], quantization_config=other)
+        transformers.AutoModel.from_pretrained(folder[0], **options)
 
 
 @pytest.mark.parametrize(
