@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hub_cases import done, make
+from hub_cases import done, files_of, make
 from hub_server import OWNER, environment, patch, serving
 from safetensors import safe_open
 from tiny_models import LOW, TINY, aligned, assert_same
@@ -335,24 +335,41 @@ FROM_HUB = """
 import sys, torch, transformers
 sys.modules["collabify"] = None
 torch.set_num_threads(1)
-cls = transformers.AutoModelForSequenceClassification
-model = cls.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
-for parameter in model.parameters():
-    parameter.data = parameter.data.clone()
-with torch.no_grad():
-    torch.save(model(input_ids=torch.arange(5, 19).reshape(2, 7)).logits, sys.argv[2])
+def outputs(auto, name, **options):
+    model = getattr(transformers, auto).from_pretrained(name, trust_remote_code=True, **options)
+    for parameter in model.eval().parameters():
+        parameter.data = parameter.data.clone()
+    with torch.no_grad():
+        return model(**torch.load(sys.argv[1]).get(name))[0]
+text = outputs("AutoModelForSequenceClassification", "me/tiny")
+maps = outputs("AutoBackbone", "me/seen")
+below = outputs("AutoModel", "me/seen", subfolder="below")
+torch.save((text, maps[0], below), sys.argv[2])
 """
 
 
 def test_it_comes_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make(tmp_path)
+    """Backbones, too, which transformers finds nowhere else, and folders beside the code."""
+    folder, seen = make(tmp_path), tmp_path / "seen"
+    model = TINY["dinov2"].build()
+    convert(model, **LOW["cp"])
+    batches = {"me/tiny": {"input_ids": torch.arange(5, 19).reshape(2, 7)}}
+    batches["me/seen"] = TINY["dinov2"].batch(model)
+    below = bring(model, batches["me/seen"], seen)["body"]
+    torch.save(batches, tmp_path / "batches.pt")
     with serving() as hub:
         patch(hub, tmp_path / "home", monkeypatch)
         done("push", folder, "me/tiny", "--standalone")
+        files = files_of(seen)
+        hub.add("me/seen", files | {f"below/{name}": files[name] for name in files})
         own = environment(hub, tmp_path / "other", OWNER) | {"HF_HUB_OFFLINE": "0"}
-        child = apart(FROM_HUB, "me/tiny", tmp_path / "logits.pt", cwd=tmp_path, **own)
+        out = tmp_path / "outputs.pt"
+        child = apart(FROM_HUB, tmp_path / "batches.pt", out, cwd=tmp_path, **own)
     assert child.returncode == 0, child.stderr
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    backbone = aligned(transformers.Dinov2Backbone.from_pretrained(seen).eval())
     with torch.no_grad():
-        here = aligned(model)(input_ids=torch.arange(5, 19).reshape(2, 7)).logits
-    assert torch.equal(torch.load(tmp_path / "logits.pt"), here)
+        text = aligned(model)(**batches["me/tiny"]).logits
+        (maps,) = backbone(**batches["me/seen"]).feature_maps
+    for found, here in zip(torch.load(out), (text, maps, below), strict=True):
+        assert torch.equal(found, here)
