@@ -18,7 +18,6 @@ import torch
 import transformers
 from PIL import Image
 from tiny_models import LOW, TINY, aligned, factors
-from tiny_tasks import write_model
 from tolerances import assert_close
 from torch import Tensor, nn
 
@@ -105,52 +104,67 @@ def test_feature_extraction(folder: tuple[Path, Path], hidden: Tensor) -> None:
     assert_close(short[0], hidden[0, : short.shape[1]], "kernels")
 
 
-@pytest.fixture
-def heads(tmp_path: Path) -> Callable[[str], str]:
-    """Tiny converted models with a head, by its class."""
+def headed(auto: Any, folder: Path) -> Any:
+    """The model of a folder with a new head for three labels, always the same."""
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        return auto.from_pretrained(folder, num_labels=3).eval()
 
-    def make(architecture: str) -> str:
-        kind = "dinov2" if architecture.startswith("Dinov2") else "bert"
-        out = write_model(tmp_path / architecture, kind)
-        config = TINY[kind].config()
-        config.num_labels = 3
-        model = getattr(transformers, architecture)(config).eval()
-        convert(model, **LOW["cp"])
-        model.save_pretrained(out)
-        if kind == "dinov2":
-            transformers.ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained(out)
-        return str(out)
+
+def scores(found: list[dict[str, Any]]) -> Tensor:
+    """Of LABEL_0 and so on, in order."""
+    assert {each["label"] for each in found} == {"LABEL_0", "LABEL_1", "LABEL_2"}
+    return torch.tensor([each["score"] for each in sorted(found, key=lambda each: each["label"])])
+
+
+@pytest.fixture
+def with_head(folder: tuple[Path, Path], tmp_path: Path) -> Callable[[Any], tuple[Any, str]]:
+    """Makes a model with a head of the converted MiniLM; its folder, too."""
+
+    def make(auto: Any) -> tuple[Any, str]:
+        model = headed(auto, folder[0])
+        assert all(site.converted for site in find_attention(model))
+        model.save_pretrained(tmp_path)
+        transformers.AutoTokenizer.from_pretrained(folder[0]).save_pretrained(tmp_path)
+        return aligned(model), str(tmp_path)
 
     return make
 
 
-def test_text_classification(heads: Callable[[str], str]) -> None:
-    name = heads("BertForSequenceClassification")
-    (found,) = transformers.pipeline("text-classification", model=name, top_k=None)(["w1 w2"])
-    assert {each["label"] for each in found} == {"LABEL_0", "LABEL_1", "LABEL_2"}
-    model, tokenizer = (
-        auto.from_pretrained(name)
-        for auto in (transformers.AutoModelForSequenceClassification, transformers.AutoTokenizer)
-    )
-    logits = states(model, dict(tokenizer("w1 w2", return_tensors="pt")))
-    scores = torch.tensor([each["score"] for each in sorted(found, key=lambda x: x["label"])])
-    assert_close(scores, logits.softmax(-1)[0], "kernels")
+def test_text_classification(with_head: Any, batch: dict[str, Tensor]) -> None:
+    model, name = with_head(transformers.AutoModelForSequenceClassification)
+    logits = states(model, batch)
+    assert logits.std(-1).min() > 0.01
+    pipe = transformers.pipeline("text-classification", model=name, top_k=None)
+    for found, expected in zip(pipe(SENTENCES), logits.softmax(-1), strict=True):
+        assert_close(scores(found), expected, "kernels")
 
 
-def test_token_classification(heads: Callable[[str], str]) -> None:
-    pipe = transformers.pipeline(
-        "token-classification", model=heads("BertForTokenClassification"), ignore_labels=[]
-    )
-    assert [each["word"] for each in pipe("w1 w2 w3")] == ["w1", "w2", "w3"]
+def test_token_classification(with_head: Any, batch: dict[str, Tensor]) -> None:
+    model, name = with_head(transformers.AutoModelForTokenClassification)
+    pipe = transformers.pipeline("token-classification", model=name, ignore_labels=[])
+    best, labels = states(model, batch)[1, 1:-1].softmax(-1).max(-1)  # less [CLS] and [SEP]
+    found = pipe(SENTENCES[1])
+    assert [each["index"] for each in found] == list(range(1, 17))
+    assert len(set(labels.tolist())) > 1
+    assert [each["entity"] for each in found] == [f"LABEL_{label}" for label in labels.tolist()]
+    assert_close(torch.tensor([float(each["score"]) for each in found]), best, "kernels")
+    assert "".join(each["word"] for each in found[:3]) == "thequickbrown"
 
 
-def test_image_classification(heads: Callable[[str], str]) -> None:
-    pipe = transformers.pipeline(
-        "image-classification", model=heads("Dinov2ForImageClassification"), top_k=3
-    )
-    pixels = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)
-    found = pipe(Image.fromarray(pixels))
-    assert sum(each["score"] for each in found) == pytest.approx(1)
+def test_image_classification(real_model: Callable[[str], Path], tmp_path: Path) -> None:
+    auto = transformers.AutoModelForImageClassification
+    model = headed(auto, real_model("dinov2-small"))
+    convert(model, method="head-svd", dk=192, calibration="none")
+    model.save_pretrained(tmp_path)
+    processor = transformers.ViTImageProcessor(size={"height": 56, "width": 56})
+    processor.save_pretrained(tmp_path)
+    stripes = (np.indices((40, 60, 3)).sum(0) * 9 % 256).astype(np.uint8)
+    logits = states(aligned(model), dict(processor(stripes, return_tensors="pt")))
+    assert logits.std() > 0.01
+    pipe = transformers.pipeline("image-classification", model=str(tmp_path), top_k=3)
+    found = pipe(Image.fromarray(stripes))
+    assert_close(scores(found), logits.softmax(-1)[0], "kernels")
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
