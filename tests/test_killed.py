@@ -13,6 +13,8 @@ from hub_cases import QUICK, cli, done
 from hub_server import patch, serving
 from tiny_tasks import FAST, write_model, write_task
 
+import collabify
+from collabify import storage
 from collabify.finetuning.trainer import last_checkpoint
 
 pytestmark = [
@@ -81,16 +83,34 @@ def as_all_is_sent_and_nothing_committed() -> None:
     huggingface_hub._commit_api._send_commit = die
 
 
+def in_half_of_a_file(before: int) -> None:
+    """Of the one after so many others."""
+    write, begun = Path.write_text, []
+
+    def once(self: Path, content: str, *args: Any, **kwargs: Any) -> int:
+        begun.append(self)
+        if len(begun) <= before:
+            return write(self, content, *args, **kwargs)
+        write(self, content[: len(content) // 2], *args, **kwargs)
+        die()
+
+    Path.write_text = once  # type: ignore[method-assign, assignment]
+
+
 Point = Callable[[], None]
 
 
 def killed(point: Point, *arguments: object) -> None:
     """Run the command in a process that is killed where ``point`` says."""
+    killed_in(lambda: cli(*arguments), point)
+
+
+def killed_in(work: Callable[[], Any], point: Point) -> None:
     child = os.fork()
     if child == 0:
         try:
             point()
-            cli(*arguments)
+            work()
         finally:
             os._exit(1)
     _, status = os.waitpid(child, 0)
@@ -107,6 +127,19 @@ def whole(folder: Path) -> dict[str, bytes]:
 
 WRITING = [in_half_of_the_weights, before_the_weights]
 REPLACING = [*WRITING, as_the_old_model_is_out_and_the_new_one_not_in]
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_code_for_those_without_collabify(before: int, saved: Any) -> None:
+    _, folder, _ = saved
+    killed_in(lambda: collabify.write_standalone(folder), lambda: in_half_of_a_file(before))
+    config = json.loads((folder / "config.json").read_text())
+    assert "auto_map" not in config
+    code = folder / "modeling_collabify.py"
+    assert not code.exists() or code.read_text() == storage.modeling()
+    collabify.write_standalone(folder)
+    assert "auto_map" in json.loads((folder / "config.json").read_text())
+    assert code.read_text() == storage.modeling()
 
 
 @pytest.mark.parametrize("point", WRITING, ids=lambda point: point.__name__)

@@ -5,14 +5,16 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from hub_cases import done, make
+from hub_cases import done, files_of, make
 from hub_server import OWNER, environment, patch, serving
+from safetensors import safe_open
 from tiny_models import LOW, TINY, aligned, assert_same
 from torch import Tensor
 
@@ -28,8 +30,12 @@ CASES |= {f"{name}-heads": (name, LOW["talking-heads"]) for name in ("albert", "
 CASES |= {f"{name}-values": (name, LOW["values"]) for name in ("albert-groups", "deit", "roberta")}
 CASES["bert-dynamic"] = "bert", DYNAMIC
 CASES["bert-full"] = "bert", TINY["bert"].full("cp")
+BODIES = {f"{name}-body": (name, LOW["cp"]) for name in TINY}  # models without a head
+BODIES |= {f"{name}-body-values": (name, LOW["values"]) for name in ("bert", "vit")}
 
-# Loads every folder without collabify, saves it again, and loads that.
+STEPS = ("loaded", "saved", "body")
+
+# Loads every folder without collabify, saves it again, and loads that; then its body alone.
 LOADER = """
 import sys, json, torch, transformers
 from pathlib import Path
@@ -58,7 +64,17 @@ for folder in sorted(root.iterdir()):
             again = out.parent / folder.name
             model.save_pretrained(again)
     except Exception as error:
-        results[folder.name, "loaded"] = f"{type(error).__name__}: {error}"
+        results[folder.name, step] = f"{type(error).__name__}: {error}"
+transformers.logging.set_verbosity_error()  # it warns of poolers that a head had no use for
+for folder in sorted(root.iterdir()):
+    try:
+        model = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        with torch.no_grad():
+            results[folder.name, "body"] = model(**torch.load(folder / "batch.pt"))[0]
+    except Exception as error:
+        results[folder.name, "body"] = f"{type(error).__name__}: {error}"
 torch.save(results, out)
 """
 
@@ -71,31 +87,57 @@ def apart(script: str, *arguments: object, cwd: Path, **more: str) -> Any:
     return subprocess.run(command, cwd=cwd, env=own, text=True, capture_output=True, check=False)
 
 
+def bring(model: Any, batch: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Save a model with its code and a batch; its outputs."""
+    model.save_pretrained(folder)
+    collabify.write_standalone(folder)
+    torch.save(batch, folder / "batch.pt")
+    with torch.no_grad():
+        whole, body = (each(**batch)[0] for each in (aligned(model), model.base_model))
+    return {"loaded": whole, "saved": whole, "body": body}
+
+
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path, str]:
     """Outputs here; those of a process without collabify; what it saved; what it said."""
     root, here = tmp_path_factory.mktemp("alone"), {}
-    for label, (name, options) in CASES.items():
-        model, folder = TINY[name].build(headed=True), root / label
+    for label, (name, options) in (CASES | BODIES).items():
+        model = TINY[name].build(headed=label in CASES)
         convert(model, **options)
-        batch = TINY[name].batch(model)
-        model.save_pretrained(folder)
-        collabify.write_standalone(folder)
-        torch.save(batch, folder / "batch.pt")
-        with torch.no_grad():
-            here[label] = aligned(model)(**batch)[0]
+        here[label] = bring(model, TINY[name].batch(model), root / label)
     out = tmp_path_factory.mktemp("outputs")
     child = apart(LOADER, root, out / "results.pt", cwd=out)
     assert child.returncode == 0, child.stderr
     return here, torch.load(out / "results.pt"), out, child.stderr
 
 
-@pytest.mark.parametrize("step", ["loaded", "saved"])
-@pytest.mark.parametrize("label", CASES)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("label", [*CASES, *BODIES])
 def test_a_process_without_collabify_gives_the_same_bits(fresh: Any, label: str, step: str) -> None:
     here, there, _, _ = fresh
-    assert isinstance(there[label, "loaded"], Tensor), there[label, "loaded"]
-    assert torch.equal(there[label, step], here[label])
+    assert isinstance(there[label, step], Tensor), there[label, step]
+    assert torch.equal(there[label, step], here[label][step])
+
+
+def test_a_real_vision_model_without_collabify(
+    real_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """DINOv2 as it is published: no head, the names of older versions in its checkpoint."""
+    model = transformers.AutoModel.from_pretrained(real_model("dinov2-small")).eval()
+    convert(model, method="head-svd", dk=192, calibration="none")
+    images = torch.randn(2, 3, 56, 56, generator=torch.Generator().manual_seed(3))
+    here = bring(model, {"pixel_values": images}, tmp_path / "root" / "dinov2")
+    assert any(".attention.attention.query." in name for name in names(tmp_path / "root/dinov2"))
+    child = apart(LOADER, tmp_path / "root", tmp_path / "results.pt", cwd=tmp_path)
+    assert child.returncode == 0, child.stderr
+    for (_, step), found in torch.load(tmp_path / "results.pt").items():
+        assert isinstance(found, Tensor), found
+        assert torch.equal(found, here[step])
+
+
+def names(folder: Path) -> list[str]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return list(file.keys())
 
 
 def test_it_is_loaded_without_a_word(fresh: Any) -> None:
@@ -110,7 +152,9 @@ def test_what_it_saves_is_a_converted_model(fresh: Any) -> None:
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
     assert all(site.converted for site in find_attention(model))
     with torch.no_grad():
-        assert torch.equal(aligned(model)(**TINY["bert"].batch(model))[0], here["bert-cp"])
+        assert torch.equal(
+            aligned(model)(**TINY["bert"].batch(model))[0], here["bert-cp"]["loaded"]
+        )
     assert (folder / "modeling_collabify.py").read_text() == storage.modeling()
 
 
@@ -199,7 +243,8 @@ sys.modules["collabify"] = None
 model, out = map(Path, sys.argv[1:])
 load = transformers.AutoModelForSequenceClassification
 told = {}
-for kind in ("none", "newer", "layer", "lost", "random"):
+GPTQ = transformers.GPTQConfig(bits=4)
+for kind in ("none", "newer", "layer", "lost", "random", "quantised"):
     folder = out / kind
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -219,7 +264,8 @@ for kind in ("none", "newer", "layer", "lost", "random"):
         if kind == "random":
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
             load.from_config(config, trust_remote_code=True)
-        load.from_pretrained(folder, trust_remote_code=True)
+        options = {"quantization_config": GPTQ} if kind == "quantised" else {}
+        load.from_pretrained(folder, trust_remote_code=True, **options)
     except Exception as error:
         told[kind] = f"{type(error).__name__}: {error}"
 (out / "told.json").write_text(json.dumps(told))
@@ -232,6 +278,10 @@ def test_it_refuses_as_collabify_does(alone: Any, tmp_path: Path) -> None:
     child = apart(ODD, alone[1], out, cwd=out)
     assert child.returncode == 0, child.stderr
     told = json.loads((out / "told.json").read_text())
+    option = told.pop("quantised")
+    assert re.match(
+        r"OptionError: quantization_config=GPTQConfig must not be given for '.*odd/qu", option
+    )
     assert all(line.startswith(f"{CheckpointError.__name__}: ") for line in told.values())
     assert "has no record of collabify" in told["none"]
     assert "version=2 must be 1" in told["newer"]
@@ -285,24 +335,41 @@ FROM_HUB = """
 import sys, torch, transformers
 sys.modules["collabify"] = None
 torch.set_num_threads(1)
-cls = transformers.AutoModelForSequenceClassification
-model = cls.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
-for parameter in model.parameters():
-    parameter.data = parameter.data.clone()
-with torch.no_grad():
-    torch.save(model(input_ids=torch.arange(5, 19).reshape(2, 7)).logits, sys.argv[2])
+def outputs(auto, name, **options):
+    model = getattr(transformers, auto).from_pretrained(name, trust_remote_code=True, **options)
+    for parameter in model.eval().parameters():
+        parameter.data = parameter.data.clone()
+    with torch.no_grad():
+        return model(**torch.load(sys.argv[1]).get(name))[0]
+text = outputs("AutoModelForSequenceClassification", "me/tiny")
+maps = outputs("AutoBackbone", "me/seen")
+below = outputs("AutoModel", "me/seen", subfolder="below")
+torch.save((text, maps[0], below), sys.argv[2])
 """
 
 
 def test_it_comes_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make(tmp_path)
+    """Backbones, too, which transformers finds nowhere else, and folders beside the code."""
+    folder, seen = make(tmp_path), tmp_path / "seen"
+    model = TINY["dinov2"].build()
+    convert(model, **LOW["cp"])
+    batches = {"me/tiny": {"input_ids": torch.arange(5, 19).reshape(2, 7)}}
+    batches["me/seen"] = TINY["dinov2"].batch(model)
+    below = bring(model, batches["me/seen"], seen)["body"]
+    torch.save(batches, tmp_path / "batches.pt")
     with serving() as hub:
         patch(hub, tmp_path / "home", monkeypatch)
         done("push", folder, "me/tiny", "--standalone")
+        files = files_of(seen)
+        hub.add("me/seen", files | {f"below/{name}": files[name] for name in files})
         own = environment(hub, tmp_path / "other", OWNER) | {"HF_HUB_OFFLINE": "0"}
-        child = apart(FROM_HUB, "me/tiny", tmp_path / "logits.pt", cwd=tmp_path, **own)
+        out = tmp_path / "outputs.pt"
+        child = apart(FROM_HUB, tmp_path / "batches.pt", out, cwd=tmp_path, **own)
     assert child.returncode == 0, child.stderr
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    backbone = aligned(transformers.Dinov2Backbone.from_pretrained(seen).eval())
     with torch.no_grad():
-        here = aligned(model)(input_ids=torch.arange(5, 19).reshape(2, 7)).logits
-    assert torch.equal(torch.load(tmp_path / "logits.pt"), here)
+        text = aligned(model)(**batches["me/tiny"]).logits
+        (maps,) = backbone(**batches["me/seen"]).feature_maps
+    for found, here in zip(torch.load(out), (text, maps, below), strict=True):
+        assert torch.equal(found, here)

@@ -4,8 +4,10 @@ Packages that the tests do not need otherwise come with the extra ``works``.
 """
 
 import copy
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,6 @@ import torch
 import transformers
 from PIL import Image
 from tiny_models import LOW, TINY, aligned, factors
-from tiny_tasks import write_model
 from tolerances import assert_close
 from torch import Tensor, nn
 
@@ -71,6 +72,23 @@ def cosine(one: Tensor, other: Tensor, batch: dict[str, Tensor]) -> float:
     return float(torch.cosine_similarity(one[real].float(), other[real].float(), dim=-1).mean())
 
 
+def test_whoever_runs_all_tests_has_these_packages() -> None:
+    root = Path(__file__).parent.parent
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert "collabify[demo,test,works]" in extras["dev"]
+    pinned = dict(re.findall("^(.+)==(.+)$", (root / "constraints.txt").read_text(), re.MULTILINE))
+    for requirement in extras["works"]:
+        name, _, lowest = requirement.partition(">=")
+        assert numbers(pinned[name]) >= numbers(lowest)
+    assert "make slow" in (root / ".github" / "workflows" / "test.yml").read_text()
+
+
+def numbers(version: str) -> list[int]:
+    return [int(each) for each in version.split(".")]
+
+
 def test_fast_tokenizer_is_untouched(folder: tuple[Path, Path]) -> None:
     made, original = (transformers.AutoTokenizer.from_pretrained(each) for each in folder)
     assert made.is_fast
@@ -86,52 +104,67 @@ def test_feature_extraction(folder: tuple[Path, Path], hidden: Tensor) -> None:
     assert_close(short[0], hidden[0, : short.shape[1]], "kernels")
 
 
-@pytest.fixture
-def heads(tmp_path: Path) -> Callable[[str], str]:
-    """Tiny converted models with a head, by its class."""
+def headed(auto: Any, folder: Path) -> Any:
+    """The model of a folder with a new head for three labels, always the same."""
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        return auto.from_pretrained(folder, num_labels=3).eval()
 
-    def make(architecture: str) -> str:
-        kind = "dinov2" if architecture.startswith("Dinov2") else "bert"
-        out = write_model(tmp_path / architecture, kind)
-        config = TINY[kind].config()
-        config.num_labels = 3
-        model = getattr(transformers, architecture)(config).eval()
-        convert(model, **LOW["cp"])
-        model.save_pretrained(out)
-        if kind == "dinov2":
-            transformers.ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained(out)
-        return str(out)
+
+def scores(found: list[dict[str, Any]]) -> Tensor:
+    """Of LABEL_0 and so on, in order."""
+    assert {each["label"] for each in found} == {"LABEL_0", "LABEL_1", "LABEL_2"}
+    return torch.tensor([each["score"] for each in sorted(found, key=lambda each: each["label"])])
+
+
+@pytest.fixture
+def with_head(folder: tuple[Path, Path], tmp_path: Path) -> Callable[[Any], tuple[Any, str]]:
+    """Makes a model with a head of the converted MiniLM; its folder, too."""
+
+    def make(auto: Any) -> tuple[Any, str]:
+        model = headed(auto, folder[0])
+        assert all(site.converted for site in find_attention(model))
+        model.save_pretrained(tmp_path)
+        transformers.AutoTokenizer.from_pretrained(folder[0]).save_pretrained(tmp_path)
+        return aligned(model), str(tmp_path)
 
     return make
 
 
-def test_text_classification(heads: Callable[[str], str]) -> None:
-    name = heads("BertForSequenceClassification")
-    (found,) = transformers.pipeline("text-classification", model=name, top_k=None)(["w1 w2"])
-    assert {each["label"] for each in found} == {"LABEL_0", "LABEL_1", "LABEL_2"}
-    model, tokenizer = (
-        auto.from_pretrained(name)
-        for auto in (transformers.AutoModelForSequenceClassification, transformers.AutoTokenizer)
-    )
-    logits = states(model, dict(tokenizer("w1 w2", return_tensors="pt")))
-    scores = torch.tensor([each["score"] for each in sorted(found, key=lambda x: x["label"])])
-    assert_close(scores, logits.softmax(-1)[0], "kernels")
+def test_text_classification(with_head: Any, batch: dict[str, Tensor]) -> None:
+    model, name = with_head(transformers.AutoModelForSequenceClassification)
+    logits = states(model, batch)
+    assert logits.std(-1).min() > 0.01
+    pipe = transformers.pipeline("text-classification", model=name, top_k=None)
+    for found, expected in zip(pipe(SENTENCES), logits.softmax(-1), strict=True):
+        assert_close(scores(found), expected, "kernels")
 
 
-def test_token_classification(heads: Callable[[str], str]) -> None:
-    pipe = transformers.pipeline(
-        "token-classification", model=heads("BertForTokenClassification"), ignore_labels=[]
-    )
-    assert [each["word"] for each in pipe("w1 w2 w3")] == ["w1", "w2", "w3"]
+def test_token_classification(with_head: Any, batch: dict[str, Tensor]) -> None:
+    model, name = with_head(transformers.AutoModelForTokenClassification)
+    pipe = transformers.pipeline("token-classification", model=name, ignore_labels=[])
+    best, labels = states(model, batch)[1, 1:-1].softmax(-1).max(-1)  # less [CLS] and [SEP]
+    found = pipe(SENTENCES[1])
+    assert [each["index"] for each in found] == list(range(1, 17))
+    assert len(set(labels.tolist())) > 1
+    assert [each["entity"] for each in found] == [f"LABEL_{label}" for label in labels.tolist()]
+    assert_close(torch.tensor([float(each["score"]) for each in found]), best, "kernels")
+    assert "".join(each["word"] for each in found[:3]) == "thequickbrown"
 
 
-def test_image_classification(heads: Callable[[str], str]) -> None:
-    pipe = transformers.pipeline(
-        "image-classification", model=heads("Dinov2ForImageClassification"), top_k=3
-    )
-    pixels = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)
-    found = pipe(Image.fromarray(pixels))
-    assert sum(each["score"] for each in found) == pytest.approx(1)
+def test_image_classification(real_model: Callable[[str], Path], tmp_path: Path) -> None:
+    auto = transformers.AutoModelForImageClassification
+    model = headed(auto, real_model("dinov2-small"))
+    convert(model, method="head-svd", dk=192, calibration="none")
+    model.save_pretrained(tmp_path)
+    processor = transformers.ViTImageProcessor(size={"height": 56, "width": 56})
+    processor.save_pretrained(tmp_path)
+    stripes = (np.indices((40, 60, 3)).sum(0) * 9 % 256).astype(np.uint8)
+    logits = states(aligned(model), dict(processor(stripes, return_tensors="pt")))
+    assert logits.std() > 0.01
+    pipe = transformers.pipeline("image-classification", model=str(tmp_path), top_k=3)
+    found = pipe(Image.fromarray(stripes))
+    assert_close(scores(found), logits.softmax(-1)[0], "kernels")
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -338,11 +371,57 @@ def test_torchao(model: Any, hidden: Tensor, batch: dict[str, Tensor]) -> None:
     assert 0.999 < cosine(states(model, batch), hidden, batch) < 1
 
 
-def test_quantising_while_loading_is_refused(folder: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "least", "loss"), [("Linear8bitLt", 0.999, 0.001), ("LinearNF4", 0.97, 0.005)]
+)
+def test_bitsandbytes(
+    kind: str,
+    least: float,
+    loss: float,
+    model: Any,
+    folder: tuple[Path, Path],
+    batch: dict[str, Tensor],
+) -> None:
+    """Its layers in place of torch's, once the model is loaded."""
+    layers = pytest.importorskip("bitsandbytes.nn", reason=WORKS)
+    options = {"has_fp16_weights": False} if kind == "Linear8bitLt" else {}
+
+    def kept(whole: Any) -> float:
+        quantised = copy.deepcopy(whole)
+        for name, old in list(quantised.encoder.named_modules()):
+            if isinstance(old, nn.Linear):
+                size, bias = (old.in_features, old.out_features), old.bias is not None
+                new = getattr(layers, kind)(*size, bias=bias, **options)
+                new.load_state_dict(old.state_dict())
+                quantised.encoder.set_submodule(name, new.to("cpu"))
+        found = states(quantised, batch)
+        assert not quantised.encoder.layer[0].attention.self.key.weight.is_floating_point()
+        return cosine(found, states(whole, batch), batch)
+
+    original = transformers.AutoModel.from_pretrained(folder[1]).eval()
+    assert max(least, kept(original) - loss) < kept(model) < 1
+
+
+def torchao_config() -> Any:
+    torchao = pytest.importorskip("torchao.quantization", reason=WORKS)
+    return transformers.TorchAoConfig(torchao.Int8WeightOnlyConfig())
+
+
+def bitsandbytes_config() -> Any:
+    pytest.importorskip("bitsandbytes", reason=WORKS)
+    return transformers.BitsAndBytesConfig(load_in_8bit=True)
+
+
+@pytest.mark.parametrize(
+    "other", [lambda: transformers.GPTQConfig(bits=4), torchao_config, bitsandbytes_config]
+)
+def test_quantising_while_loading_is_refused(
+    other: Callable[[], Any], folder: tuple[Path, Path]
+) -> None:
     """config.json holds one method, and that is collabify."""
-    other = transformers.GPTQConfig(bits=4)
+    options = {"quantization_config": other()}
     with pytest.raises(ValueError, match="quantized with CollabifyConfig but you are passing"):
-        transformers.AutoModel.from_pretrained(folder[0], quantization_config=other)
+        transformers.AutoModel.from_pretrained(folder[0], **options)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from collabify.config import QUANT_METHOD, ConversionConfig
-from collabify.errors import CheckpointError
+from collabify.errors import CheckpointError, OptionError
 from collabify.models.loading import check_loaded, shape_as_recorded
 
 
@@ -39,10 +39,29 @@ class Standalone:
         model.config.quantization_config = record
 
     @classmethod
+    def is_custom_code(cls) -> bool:
+        """No: such a checkpoint has the names that transformers' own class reads and renames."""
+        return False
+
+    @classmethod
     def from_pretrained(cls, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
-        """As transformers' own; where collabify is imported, it loads the model itself."""
+        """As transformers' own; where collabify is imported, it loads the model itself.
+
+        Raises
+        ------
+        OptionError
+            Where the model is to be quantised while it is loaded.
+        CheckpointError
+            Where the checkpoint lacks a factor.
+        """
         if QUANT_METHOD in AUTO_QUANTIZER_MAPPING:
             return cls.original.from_pretrained(name, *args, config=config, **kwargs)
+        if kwargs.get("quantization_config") is not None:
+            raise OptionError(
+                f"quantization_config={type(kwargs['quantization_config']).__name__} must not be "
+                f"given for {str(name)!r}: config.json holds one method, and that is collabify. "
+                "Load the model without it, then quantise its layers."
+            )
         if isinstance(config, PreTrainedConfig) and hasattr(config, "quantization_config"):
             # Moved out of transformers' sight, which would look for a quantizer of that name.
             config = copy.deepcopy(config)

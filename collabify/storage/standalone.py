@@ -7,6 +7,7 @@ same bits; it is written anew whenever a model is saved or pushed, and never rea
 """
 
 import json
+import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -44,7 +45,7 @@ collabify is installed, import collabify instead."""
 @cache
 def modeling() -> str:
     """The source of ``modeling_collabify.py``."""
-    roots = {"__getattr__", "forward", "from_pretrained"}
+    roots = {"__getattr__", "forward", "from_pretrained", "is_custom_code"}
     return bundle(_MODULES, roots, first="models.requirement", note=_NOTE)
 
 
@@ -70,11 +71,21 @@ def _classes(kind: type[PretrainedConfig]) -> dict[str, str]:
 
 
 def add_code(folder: Path) -> None:
-    """Let the converted model in ``folder`` load without collabify."""
+    """Let the converted model in ``folder`` load without collabify; the code is there first."""
     path = folder / CONFIG_FILE
     config = with_auto_map(json.loads(path.read_text(encoding="utf-8")))
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    (folder / MODELING_FILE).write_text(modeling(), encoding="utf-8")
+    _write(folder / MODELING_FILE, modeling())
+    _write(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _write(path: Path, content: str) -> None:
+    """Write a file, whole or not at all."""
+    new = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        new.write_text(content, encoding="utf-8")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def keep_standalone(folder: Path) -> None:
