@@ -26,7 +26,7 @@ slow: .venv/dev
 matrix: lowest newest
 
 lowest: PICK := --constraint lowest.txt --editable '.[demo,test]'
-newest: PICK := --editable '.[demo,test,works]'
+newest: PICK := --editable '.[demo,test,works,torchao]'
 lowest newest:
 	test -x .venv-$@/bin/python || $(PYTHON) -m venv .venv-$@
 	.venv-$@/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager $(PICK)

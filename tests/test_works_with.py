@@ -25,6 +25,7 @@ from collabify import convert, find_attention, storage
 
 SENTENCES = ["A cat.", "The quick brown fox jumps over the lazy dog, who was dreaming of rabbits."]
 WORKS = "pip install 'collabify[works]'"
+AO = "pip install 'collabify[torchao]', as make newest does"
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,7 @@ def test_whoever_runs_all_tests_has_these_packages() -> None:
     for requirement in extras["works"]:
         name, _, lowest = requirement.partition(">=")
         assert numbers(pinned[name]) >= numbers(lowest)
+    assert ",torchao]" in (root / "Makefile").read_text(), "make newest"
     assert "make slow" in (root / ".github" / "workflows" / "test.yml").read_text()
 
 
@@ -365,7 +367,7 @@ def test_dynamic_int8(model: Any, folder: tuple[Path, Path], batch: dict[str, Te
 
 
 def test_torchao(model: Any, hidden: Tensor, batch: dict[str, Tensor]) -> None:
-    torchao = pytest.importorskip("torchao.quantization", reason=WORKS)
+    torchao = pytest.importorskip("torchao.quantization", reason=AO)
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     assert type(model.encoder.layer[0].attention.self.key.weight) is not nn.Parameter
     assert 0.999 < cosine(states(model, batch), hidden, batch) < 1
@@ -403,7 +405,7 @@ def test_bitsandbytes(
 
 
 def torchao_config() -> Any:
-    torchao = pytest.importorskip("torchao.quantization", reason=WORKS)
+    torchao = pytest.importorskip("torchao.quantization", reason=AO)
     return transformers.TorchAoConfig(torchao.Int8WeightOnlyConfig())
 
 
