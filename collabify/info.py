@@ -116,8 +116,7 @@ def _config(source: Source) -> Path:
     found = download(source.location, CONFIG_FILE, source.revision)
     if found is None:
         raise ModelNotFoundError(
-            f"{source.name!r} has no {CONFIG_FILE} that could be read, or cannot be reached. "
-            "Give a folder, a Hub id, or 'demo'."
+            f"{source.name!r} has no {CONFIG_FILE} on the Hub. Give a folder, a Hub id, or 'demo'."
         )
     return found
 
