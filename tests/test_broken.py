@@ -141,9 +141,10 @@ def norm_cut(folder: Path) -> None:
 
 def pickled_shard(folder: Path) -> None:
     """An index that names a file that is none of safetensors."""
-    state = load_file(folder / WEIGHTS)
     shards(folder, "weights.bin")
-    torch.save(state, folder / "weights.bin")
+    state = load_file(folder / "weights.bin")
+    torch.save({name: tensor.clone() for name, tensor in state.items()}, folder / "new")
+    (folder / "new").rename(folder / "weights.bin")
 
 
 def renamed_weights(folder: Path) -> None:
@@ -309,7 +310,7 @@ BROKEN: dict[Callable[[Path], None], tuple[tuple[str, ...], str]] = {
     ),
     norm_cut: (
         (*LOADERS, "push", "finetune"),
-        r"LayerNorm.weight' .*is \[15\] in the checkpoint and .* its config.json .* \[17\]\. ",
+        r"LayerNorm.weight' .*is \[22\] in the checkpoint and .* its config.json .* \[24\]\. ",
     ),
     climbing: (EVERY, "index.json of .* cannot be used .it names files elsewhere"),
     absolute: (EVERY, "index.json of .* cannot be used .it names files elsewhere"),
@@ -323,7 +324,7 @@ BROKEN: dict[Callable[[Path], None], tuple[tuple[str, ...], str]] = {
     nested: (("info", "push"), "config.json' cannot be read .it is nested too deeply"),
     architectures_number: (
         (*LOADERS, "analyze", "finetune", "glue"),
-        "architectures=3 in the conf",
+        "architectures=3 in the",
     ),
     architectures_odd: ((*LOADERS, "finetune", "push"), r"architectures=\[3\] in the config.json"),
     foreign: ((*LOADERS, "push"), "quant_method='gptq'|that was not converted"),
@@ -341,7 +342,7 @@ BROKEN: dict[Callable[[Path], None], tuple[tuple[str, ...], str]] = {
     record_list: (("heal", "info", "push"), "collabify.json' .*it holds no JSON object"),
     record_nested: (("heal", "info", "push", "finetune"), "json' .*it is nested too deeply"),
     record_newer: (
-        ("convert", "heal", "info", "push", "finetune"),
+        ("heal", "info", "push", "finetune"),
         "was made by a newer collabify .version=99; this one reads 1.. Upgrade collabify",
     ),
     sizes_of_words: (LOADERS, "does not know the configuration .*hidden_size"),
@@ -464,5 +465,5 @@ def test_every_tensor_of_a_conversion_has_its_kind(form: str) -> None:
 @pytest.mark.parametrize("damage", [integers, pickled_shard])
 def test_transformers_itself_is_stopped(damage: Callable[[Path], None], folder: Path) -> None:
     damage(folder)
-    with pytest.raises(CheckpointError, match="floating point|no safetensors"):
+    with pytest.raises(CheckpointError, match=r"floating point|no safetensors"):
         transformers.AutoModel.from_pretrained(folder)
