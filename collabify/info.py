@@ -176,7 +176,7 @@ def _measured(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _drift(drift: Mapping[str, float | None]) -> str:
+def _drift(drift: Mapping[str, Any]) -> str:
     said = {name: "not finite" if v is None else f"{v:.4f}" for name, v in drift.items()}
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in said.items())
 

@@ -180,9 +180,8 @@ def test_a_card_that_cannot_be_had_is_told(
     if how == "offline":
         offline(monkeypatch)
     else:
-        hub.answers["HEAD /them/tiny/resolve/" + hub.repos["them/tiny"].branches["main"]] = (
-            *(503, "out of order"),
-        )
+        commit = hub.repos["them/tiny"].branches["main"]
+        hub.answers[f"HEAD /them/tiny/resolve/{commit}/README.md"] = (503, "out of order")
     outcome = cli("convert", "them/tiny", *QUICK, "--out", tmp_path / "out")
     assert outcome.exit_code == 0, outcome.stderr
     assert "Licence, language and data sets of 'them/tiny' are not carried over: " in outcome.stderr
@@ -286,6 +285,7 @@ def test_links_within_the_folder_and_into_the_cache_are_pushed(
 ) -> None:
     hub.add("me/made", files_of(root / "made"))
     done("eval", "drift", "me/made", "--baseline", root / "original", *DRIFT)
+    done("info", "me/made")
     (config,) = (tmp_path / "home").rglob("snapshots/*/config.json")
     assert config.is_symlink(), "as the Hub's cache is"
     assert WEIGHTS in done("push", config.parent, "me/tiny", "--dry-run").stdout

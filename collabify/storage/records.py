@@ -44,12 +44,14 @@ def read_record(source: Source) -> dict[str, Any]:
     try:
         found = read_object(path)
         version = found.get("version")
-        if type(version) is int and version > VERSION:
+        if type(version) is not int:
+            raise ValueError(f"version={version!r} must be {VERSION}")
+        if version > VERSION:
             raise CheckpointError(
                 f"{str(path)!r} was made by a newer collabify (version={version}; this one reads "
                 f"{VERSION}). Upgrade collabify."
             )
-        if version != VERSION:
+        if version < VERSION:
             raise ValueError(f"version={version!r} must be {VERSION}")
         check_shape(found)
     except CheckpointError:
