@@ -44,10 +44,12 @@ class CollabifyQuantizer(HfQuantizer):
     shapes: dict[str, Any]
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
-        from collabify.models.loading import shape_as_recorded
+        from collabify.models.loading import check_files, shape_as_recorded
         from collabify.storage import commit_of
 
-        self.commits = {commit_of(Path(file)) for file in kwargs.get("checkpoint_files") or ()}
+        files = kwargs.get("checkpoint_files") or ()
+        check_files(files)
+        self.commits = {commit_of(Path(file)) for file in files}
         shape_as_recorded(model, self.quantization_config.record)
         self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 

@@ -4,6 +4,7 @@ Everything is uploaded first, and then appears in one commit: a repository never
 whatever breaks off. What was uploaded is not sent again by the next try.
 """
 
+import errno
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import (
+    _CACHED_NO_EXIST,
     CommitOperationAdd,
     CommitOperationDelete,
     HfApi,
     constants,
     get_token,
     hf_hub_download,
+    try_to_load_from_cache,
 )
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -26,6 +29,7 @@ from huggingface_hub.errors import (
     HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -86,12 +90,14 @@ def check_name(repo: str) -> None:
 
 
 def check_request(revision: str | None, *, create_pr: bool) -> None:
-    """Refuse options that contradict each other.
+    """Refuse options that contradict each other, and a branch without a name.
 
     Raises
     ------
     OptionError
     """
+    if revision is not None and not revision.strip():
+        raise OptionError(f"revision={revision!r} must name a branch. Leave out --revision.")
     if create_pr and revision is not None:
         raise OptionError(
             f"revision={revision!r} and a pull request: those are made for the main branch. "
@@ -211,8 +217,12 @@ def download(
     with told(repo):
         try:
             return Path(hf_hub_download(repo, name, revision=revision, token=token))
-        except (EntryNotFoundError, LocalEntryNotFoundError):
+        except RemoteEntryNotFoundError:
             return None
+        except LocalEntryNotFoundError:  # the Hub was not asked, or did not answer
+            if try_to_load_from_cache(repo, name, revision=revision) is _CACHED_NO_EXIST:
+                return None
+            raise
 
 
 def _make_branch(api: HfApi, repo: str, branch: str) -> bool:
@@ -229,8 +239,15 @@ def _make_branch(api: HfApi, repo: str, branch: str) -> bool:
 
 def _edited(repo: str, commit: str | None) -> bool:
     """Whether the card on the Hub is somebody's own."""
-    path = hf_hub_download(repo, CARD_FILE, revision=commit)
-    return not is_generated(Path(path).read_text(encoding="utf-8"))
+    return not is_ours(Path(hf_hub_download(repo, CARD_FILE, revision=commit)))
+
+
+def is_ours(card: Path) -> bool:
+    """Whether a README.md is as :func:`collabify.modelcard.model_card` wrote it."""
+    try:
+        return is_generated(card.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
 
 
 def _is_weight(name: str) -> bool:
@@ -271,9 +288,14 @@ def known_reason(error: BaseException, repo: str) -> str | None:
         ``user/name``.
     """
     for each in _causes(error):
+        if isinstance(each, UnicodeEncodeError) and not (get_token() or "").isascii():
+            return (
+                "The token (HF_TOKEN, or that of hf auth login) has a character that no token has. "
+                "Run: hf auth login --force"
+            )
         if isinstance(each, OfflineModeIsEnabled):
             return (
-                f"{repo!r} is not in the cache, and HF_HUB_OFFLINE is set. "
+                f"{repo!r} is not in the cache, or not all of it, and HF_HUB_OFFLINE is set. "
                 "Unset it, or download the model first."
             )
         if isinstance(each, RevisionNotFoundError):
@@ -293,18 +315,33 @@ def known_reason(error: BaseException, repo: str) -> str | None:
 
 
 def _reason(error: BaseException, repo: str, promise: str) -> str:
-    """As :func:`known_reason`; what it does not know is a connection that broke."""
-    *_, last = _causes(error)
+    """As :func:`known_reason`; what it does not know is a connection that broke, or stays odd."""
+    causes = list(_causes(error))
+    last = causes[-1]
+    said = first_line(last) or type(last).__name__
     if isinstance(last, HFValidationError):
+        return f"{repo!r} is no folder here, and no name on the Hub ({said}). Check its spelling."
+    known = known_reason(error, repo)
+    if known is not None:
+        return known
+    if isinstance(last, OSError) and last.errno in _LOCAL:
         return (
-            f"{repo!r} is no folder here, and no name on the Hub ({first_line(last)}). "
-            "Check its spelling."
+            f"{repo!r} cannot be kept in {constants.HF_HUB_CACHE} ({last.strerror}). "
+            "Free space there, or set HF_HOME."
         )
-    return known_reason(error, repo) or (
-        f"The connection to {constants.ENDPOINT} broke off at {repo!r} "
-        f"({first_line(last) or type(last).__name__}). "
+    if isinstance(last, ValueError) and not any(isinstance(each, _BROKEN) for each in causes):
+        return (
+            f"What the Hub says of {repo!r} cannot be used ({said}). "
+            "Run the same command again, or look at its page."
+        )
+    return (
+        f"The connection to {constants.ENDPOINT} broke off at {repo!r} ({said}). "
         f"Run the same command again{': ' * bool(promise)}{promise}."
     )
+
+
+_BROKEN = (_HTTPError, ConnectionError, TimeoutError)
+_LOCAL = (errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS)
 
 
 def _refused(error: HfHubHTTPError, repo: str) -> str:

@@ -116,8 +116,7 @@ def _config(source: Source) -> Path:
     found = download(source.location, CONFIG_FILE, source.revision)
     if found is None:
         raise ModelNotFoundError(
-            f"{source.name!r} has no {CONFIG_FILE} that could be read, or cannot be reached. "
-            "Give a folder, a Hub id, or 'demo'."
+            f"{source.name!r} has no {CONFIG_FILE} on the Hub. Give a folder, a Hub id, or 'demo'."
         )
     return found
 
@@ -177,7 +176,7 @@ def _measured(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _drift(drift: Mapping[str, float | None]) -> str:
+def _drift(drift: Mapping[str, Any]) -> str:
     said = {name: "not finite" if v is None else f"{v:.4f}" for name, v in drift.items()}
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in said.items())
 

@@ -101,6 +101,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Any],
         folder = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
         model.save_pretrained(folder / "snapshots" / commit)
         (folder / "snapshots" / commit / "vocab.txt").write_text(commit)
+        (folder / ".no_exist" / commit).mkdir(parents=True)
+        for absent in ("README.md", "collabify.json", "model.safetensors.index.json"):
+            (folder / ".no_exist" / commit / absent).touch()
         (folder / "refs").mkdir(exist_ok=True)
         (folder / "refs" / "main").write_text(commit)
         return commit

@@ -294,7 +294,9 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusalError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         content = repo.commits[sha].get(path)
         if content is None:
-            raise RefusalError(404, f"no such file: {path}", "EntryNotFound")
+            said = {"X-Error-Code": "EntryNotFound", "X-Error-Message": f"no such file: {path}"}
+            self.answer(b"", 404, said | {"X-Repo-Commit": sha})
+            return
         headers = {"X-Repo-Commit": sha, "ETag": f'"{sha256(content)}"'}
         wanted = self.headers.get("Range")
         if wanted:

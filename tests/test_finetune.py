@@ -261,11 +261,13 @@ def test_the_record_says_what_was_done_beside_what_was_there(
     folders: Callable[[str], str], glue: str, tmp_path: Path
 ) -> None:
     source = write_model(tmp_path / "m", "bert", LOW["cp"])
-    (source / "collabify.json").write_text(json.dumps({"source": "x", "healing": {"kept": True}}))
+    counted = {"before": 10, "after": 5, "kept": 0.5}
+    before = {"version": 1, "source": "x", "parameters": {"model": counted}}
+    (source / "collabify.json").write_text(json.dumps(before))
     call: dict[str, Any] = {"task": "sst2", "data": glue, **SHORT}
     first = collabify.finetune(str(source), out=tmp_path / "one", **call)
     record = json.loads((tmp_path / "one" / "collabify.json").read_text())
-    assert (record["source"], record["healing"]) == ("x", {"kept": True})
+    assert (record["source"], record["parameters"]) == ("x", {"model": counted})
     assert record["finetuning"] == json.loads(first.to_json())
     told = record["finetuning"]
     assert told["task"] == "sst2"

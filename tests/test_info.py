@@ -140,9 +140,9 @@ def errors(hub: Hub, files: dict[str, bytes]) -> None:
     hub.add("me/other", {"config.json": b'{"model_type": "bert"}', "pytorch_model.bin": b""})
     hub.add("me/bad", files | {"model.safetensors": b"\x02\0\0\0\0\0\0\0[]"})
     for name, said in (
-        ("me/empty", "'me/empty' has no config.json that could be read"),
+        ("me/empty", "'me/empty' has no config.json on the Hub. Give a folder"),
         ("me/other", "'me/other' has no model.safetensors on the Hub."),
-        ("me/bad", "The weights of 'me/bad' on the Hub are damaged ("),
+        ("me/bad", "'model.safetensors' of 'me/bad' on the Hub is missing or damaged ("),
         ("/nowhere/model", "'/nowhere/model' is no folder here, and no name on the Hub ("),
         ("me/nothing", "'me/nothing' does not exist, or is private and this token may not see"),
     ):

@@ -366,7 +366,7 @@ def spoil(folder: Path, name: str, content: bytes | None) -> None:
         ("model.safetensors", b"\x08\0\0\0\0\0\0\0{}", "'model.safetensors' of '"),
         ("collabify.json", None, "has no collabify.json, of which its card is written."),
         ("collabify.json", b"{", "collabify.json' cannot be read ("),
-        ("collabify.json", b'{"layers": [7]}', "is damaged ("),
+        ("collabify.json", b'{"version": 1, "layers": [7]}', "(layers[0] must be an object)"),
     ],
 )
 def test_what_is_no_converted_model_is_refused(

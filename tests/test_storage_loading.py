@@ -78,7 +78,11 @@ def test_damaged_folders(saved: Any) -> None:
     config.write_text(text.replace('"model_type": "bert"', '"model_type": "nonesuch"'))
     assert "Supported: albert" in refused(folder, UnsupportedModelError)
     config.write_text(text.replace('"intermediate_size": 29', '"intermediate_size": 31'))
-    assert "fit its config.json" in refused(folder, CheckpointError)
+    told = refused(folder, CheckpointError)
+    assert "'bert.encoder.layer.0.intermediate.dense.bias' of" in told
+    assert (
+        "is [29] in the checkpoint and has not the shape that its config.json gives, [31]" in told
+    )
     config.unlink()
     assert "has no config.json" in refused(folder, ModelNotFoundError)
 

@@ -116,7 +116,7 @@ def test_companions_travel(saved: Any, tmp_path: Path) -> None:
     for name in travel:
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
     said = json.loads((tmp_path / "out" / "collabify.json").read_text())
-    assert said == json.loads(report.to_json())
+    assert said == {"version": 1} | json.loads(report.to_json())
     assert said["parameters"]["query_key"]["kept"] == report.query_key.kept
     shutil.rmtree(folder)
     assert_same(type(model).from_pretrained(tmp_path / "out"), model, TINY["bert"].batch(model))
@@ -159,3 +159,15 @@ def test_overwriting_that_breaks_off_keeps_the_old_model(
         storage.save(TINY["vit"].build(), folder)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_another_models_copy_is_never_put_back(tmp_path: Path) -> None:
+    """A run that replaced m-2 was killed; m is not there and never was."""
+    scratch = tmp_path / ".m-2-abcd1234" / "old"
+    scratch.mkdir(parents=True)
+    (scratch / "config.json").write_text("{}")
+    storage.recover(tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+    storage.recover(tmp_path / "m-2")
+    assert (tmp_path / "m-2" / "config.json").read_text() == "{}"
+    assert not scratch.parent.exists()

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Entry = Mapping[str, Any]
+Number = int | float  # JSON need not tell 1.0 from 1
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -175,7 +176,7 @@ def _machine(entry: Entry) -> str:
     return f"{named}, {threads}, {entry['dtype']}, {entry['attention']} attention{torch}"
 
 
-def _milliseconds(value: float, edges: Sequence[float]) -> str:
+def _milliseconds(value: Number, edges: Sequence[Number]) -> str:
     low, high = edges
     return f"{1e3 * value:.4g} [{1e3 * low:.4g}, {1e3 * high:.4g}]"
 
@@ -189,12 +190,12 @@ def _difference(score: Entry) -> str:
     return _with_interval(score["difference"], score["difference_interval"], "+")
 
 
-def _with_interval(value: float | None, edges: Sequence[float] | None, sign: str = "") -> str:
+def _with_interval(value: Number | None, edges: Sequence[Number] | None, sign: str = "") -> str:
     if edges is None:
         return _number(value, sign)
     low, high = (_number(edge, sign) for edge in edges)
     return f"{_number(value, sign)} [{low}, {high}]"
 
 
-def _number(value: float | None, sign: str = "") -> str:
+def _number(value: Number | None, sign: str = "") -> str:
     return "-" if value is None else f"{value:{sign}.4f}"

@@ -24,8 +24,9 @@ CARRIED = ("license", "license_name", "license_link", "language", "datasets", "b
 
 def architecture(config: Mapping[str, Any]) -> str | None:
     """The class that the model was saved with."""
-    named = config.get("architectures") or [None]
-    return named[0] if isinstance(named[0], str) else None
+    named = config.get("architectures")
+    first = named[0] if isinstance(named, list) and named else None
+    return first if isinstance(first, str) else None
 
 
 def is_standalone(config: Mapping[str, Any]) -> bool:

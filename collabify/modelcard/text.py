@@ -168,7 +168,7 @@ def _measured(record: Mapping[str, Any]) -> str:
     return table(("measured when it was converted, against the original", ""), rows)
 
 
-def _drift(drift: Mapping[str, float], when: str) -> list[tuple[str, str]]:
+def _drift(drift: Mapping[str, Any], when: str) -> list[tuple[str, str]]:
     return [
         (f"final hidden states, cosine ({when})", _four(drift, "hidden_cosine")),
         (f"final hidden states, relative error ({when})", _four(drift, "hidden_error")),

@@ -16,8 +16,8 @@ from huggingface_hub import metadata_load
 from transformers import PreTrainedModel
 
 from collabify.errors import CheckpointError, CollabifyWarning, HubError
-from collabify.hub import CARD_FILE, CONFIG_FILE, download
-from collabify.modelcard import is_generated, model_card, public
+from collabify.hub import CARD_FILE, CONFIG_FILE, download, is_ours
+from collabify.modelcard import model_card, public
 from collabify.storage.records import inherited, read_record, unmeasured, write_record
 from collabify.storage.source import Source
 from collabify.storage.standalone import keep_standalone
@@ -46,7 +46,7 @@ class Carried:
         """As transformers does, with a card of ours where it would leave its empty one."""
         folder, record = Path(working_dir), _record(self)
         there = download(repo_id, CARD_FILE, token=kw.get("token"))
-        if record and (there is None or is_generated(there.read_text(encoding="utf-8"))):
+        if record and (there is None or is_ours(there)):
             write_record(folder, public(record))
             config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
             tags = (metadata_load(folder / CARD_FILE) or {}).get("tags") or ()

@@ -5,7 +5,6 @@ with output_folder(out) as folder:
 """
 
 import errno
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from glob import escape
 from pathlib import Path
 
 from collabify.errors import CollabifyError, OutputError, first_line
+from collabify.storage.reading import read_object
 
 
 @contextmanager
@@ -81,12 +81,14 @@ def output_folder(out: Path, *, overwrite: bool = False, keep: bool = True) -> I
 def recover(out: Path) -> None:
     """Put back the folder ``out`` where a run was killed just as it replaced it."""
     out = out.resolve()
-    for old in () if out.exists() else out.parent.glob(f".{escape(out.name)}-*/{_OLD}"):
+    mine = f".{escape(out.name)}-{_DRAWN}/{_OLD}"  # of out.name + "-2" it is longer
+    for old in () if out.exists() else out.parent.glob(mine):
         old.rename(out)
         shutil.rmtree(old.parent, ignore_errors=True)
         return
 
 
+_DRAWN = "?" * 8  # what mkdtemp adds
 _OLD = "old"  # in a temporary folder: what was there before
 
 _NOT_WRITTEN = {
@@ -115,8 +117,8 @@ def _swap(new: Path, out: Path, old: Path) -> None:
 def _is_model(folder: Path) -> bool:
     """Whether a folder is a model's, so that it may be replaced."""
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = read_object(folder / "config.json")
     except (OSError, ValueError):
         return False
     weights = (*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin"))
-    return isinstance(config, dict) and "model_type" in config and bool(weights)
+    return "model_type" in config and bool(weights)

@@ -3,20 +3,25 @@
 headers(source) -> name, shape and dtype of every tensor; nothing else is read
 """
 
-import json
 import math
 import re
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from glob import escape
+from pathlib import Path, PurePosixPath
 
-from huggingface_hub import get_safetensors_metadata
-from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
-from safetensors import SafetensorError, safe_open
+from huggingface_hub import (
+    file_exists,
+    parse_safetensors_file_metadata,
+    snapshot_download,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import EntryNotFoundError, SafetensorsParsingError
 
 from collabify.errors import CheckpointError, ModelNotFoundError, first_line
-from collabify.hub import told
+from collabify.hub import download, told
+from collabify.models.loading import check_dtype, check_file_name, header_of
+from collabify.storage.reading import read_object
 from collabify.storage.source import Source
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -63,43 +68,21 @@ def headers(source: Source) -> Headers:
     return _local(Path(source.location), source.name) if source.is_folder else _remote(source)
 
 
+def check_weights(source: Source) -> None:
+    """Refuse weights that :func:`headers` refuses, before transformers reads them.
+
+    Those of a model on the Hub are downloaded; errors as of :func:`headers`.
+    """
+    _local(Path(source.location) if source.is_folder else _fetch(source), source.name)
+
+
 def _local(folder: Path, name: str) -> Headers:
     files = _files(folder, name)
     numbers: Counter[str] = Counter()
     for file in files:
-        try:
-            with safe_open(folder / file, framework="np") as opened:
-                for tensor in opened.keys():  # noqa: SIM118 (it is no mapping)
-                    found = opened.get_slice(tensor)
-                    _check_dtype(tensor, found.get_dtype(), f"{file!r} of {name!r}")
-                    numbers[found.get_dtype()] += math.prod(found.get_shape())
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{file!r} of {name!r} is missing or damaged ({first_line(error)}). "
-                "Make or copy the model again."
-            ) from error
+        for _, dtype, shape in header_of(folder / file, name):
+            numbers[dtype] += math.prod(shape)
     return Headers(files, dict(numbers))
-
-
-_INDICES = ("channels", "value_columns", "context_rows")  # of converted layers
-
-
-def _check_dtype(tensor: str, dtype: str, where: str) -> None:
-    """Refuse whole numbers for weights, and others for indices: they would be cast silently."""
-    leaf = tensor.rpartition(".")[2]
-    whole = dtype.startswith(("I", "U", "BOOL"))
-    if leaf in _INDICES and not whole:
-        wanted = "whole numbers"
-    elif leaf in _WEIGHTS and whole:
-        wanted = "numbers in floating point"
-    else:
-        return
-    raise CheckpointError(
-        f"{tensor!r} in {where} holds {dtype} and must hold {wanted}. Make or copy the model again."
-    )
-
-
-_WEIGHTS = ("weight", "bias", "mixing", "core", "logits_mixing", "weights_mixing")
 
 
 def _files(folder: Path, name: str) -> tuple[str, ...]:
@@ -116,38 +99,99 @@ def _files(folder: Path, name: str) -> tuple[str, ...]:
         raise ModelNotFoundError(
             f"{name!r} has no {WEIGHTS_FILE}. Give a folder that save_pretrained wrote."
         )
+    return index_files(folder / INDEX_FILE, name)
+
+
+def index_files(path: Path, name: str) -> tuple[str, ...]:
+    """The files that an index names.
+
+    Raises
+    ------
+    CheckpointError
+        Where it is damaged, or names files that are elsewhere or no safetensors.
+    """
     try:
-        index: Any = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
-        files = sorted(set(index["weight_map"].values()))
+        files = sorted(set(read_object(path)["weight_map"].values()))
         if not files:
             raise ValueError("it names no files")
-        if any(Path(file).name != file for file in files):
+        if any(PurePosixPath(file).name != file or "\\" in file for file in files):
             raise ValueError("it names files elsewhere")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, *_ODD) as error:
         raise CheckpointError(
             f"The {INDEX_FILE} of {name!r} cannot be used ({first_line(error)}). "
             "Make or copy the model again."
         ) from error
+    for file in files:
+        check_file_name(file, name)
     return tuple(files)
 
 
 def _remote(source: Source) -> Headers:
-    try:
-        with told(source.name):
-            found = get_safetensors_metadata(source.location, revision=source.revision)
-    except NotASafetensorsRepoError as error:
+    here = _cached(source)
+    if here is not None:
+        return _local(here, source.name)
+    numbers: Counter[str] = Counter()
+    with told(source.name):
+        single = file_exists(source.location, WEIGHTS_FILE, revision=source.revision)
+        files = (WEIGHTS_FILE,) if single else _indexed(source)[1]
+        for file in files:
+            try:
+                found = parse_safetensors_file_metadata(
+                    source.location, file, revision=source.revision
+                )
+            except (SafetensorsParsingError, EntryNotFoundError, *_ODD) as error:
+                raise CheckpointError(
+                    f"{file!r} of {source.name!r} on the Hub is missing or damaged "
+                    f"({first_line(error)}). Push the model again."
+                ) from error
+            for tensor, one in found.tensors.items():
+                check_dtype(tensor, str(one.dtype), f"{file!r} of {source.name!r}")
+            numbers.update({str(k): count for k, count in found.parameter_count.items()})
+    return Headers(files, dict(numbers))
+
+
+_ODD = (AttributeError, KeyError, TypeError)  # of a header that is JSON, but no header's
+
+
+def _fetch(source: Source) -> Path:
+    """The folder of the cache with a Hub model's weights, downloaded if need be."""
+    here = _cached(source)
+    if here is not None:
+        return here
+    single = download(source.location, WEIGHTS_FILE, source.revision)
+    if single is not None:
+        return single.parent
+    index, files = _indexed(source)
+    with told(source.name):
+        snapshot_download(
+            source.location, revision=source.revision, allow_patterns=[escape(f) for f in files]
+        )
+    return index.parent
+
+
+def _indexed(source: Source) -> tuple[Path, tuple[str, ...]]:
+    """The index of a Hub model, and the files that it names."""
+    index = download(source.location, INDEX_FILE, source.revision)
+    if index is None:
         raise ModelNotFoundError(
             f"{source.name!r} has no {WEIGHTS_FILE} on the Hub. Name a model with one."
-        ) from error
-    except (SafetensorsParsingError, AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"The weights of {source.name!r} on the Hub are damaged ({first_line(error)}). "
-            "Push them again."
-        ) from error
-    return Headers(
-        tuple(sorted(found.files_metadata)),
-        {str(dtype): count for dtype, count in found.parameter_count.items()},
-    )
+        )
+    return index, index_files(index, source.name)
+
+
+def _cached(source: Source) -> Path | None:
+    """The folder of the cache where all of a Hub model's weights are."""
+
+    def find(name: str) -> Path | None:
+        found = try_to_load_from_cache(source.location, name, revision=source.revision)
+        return Path(found) if isinstance(found, str) else None
+
+    with told(source.name):
+        single, index = find(WEIGHTS_FILE), find(INDEX_FILE)
+    if single is not None or index is None:
+        return None if single is None else single.parent
+    files = index_files(index, source.name)
+    return index.parent if all((index.parent / file).is_file() for file in files) else None
 
 
 def _width(dtype: str) -> int:

@@ -4,6 +4,7 @@ model, source = load("bert-base-uncased")
 """
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from collabify.errors import (
 )
 from collabify.hub import known_reason
 from collabify.models import find_attention, supported_model_types
-from collabify.storage.headers import headers
+from collabify.storage.headers import check_weights
 from collabify.storage.source import Source, locate
 
 
@@ -65,7 +66,7 @@ def load(
     ModelNotFoundError
         Where there is no such folder, Hub id or revision, or no configuration or weights in it.
     CheckpointError
-        Where the files cannot be used, or (if ``strict``) have no weights for the head.
+        Where the files cannot be used, lack weights of the encoder, or (if ``strict``) of the head.
     UnsupportedModelError
         Where the architecture has no adapter, before any weights are read.
     """
@@ -74,9 +75,7 @@ def load(
     known = [getattr(transformers, arch, None) for arch in config.architectures or ()]
     models = [c for c in known if isinstance(c, type) and issubclass(c, PreTrainedModel)]
     model, info = read(models[0] if models else transformers.AutoModel, source, config, dtype=dtype)
-    inside = f"{model.base_model_prefix}."
-    is_headless = model.base_model is model
-    head = [k for k in sorted(info["missing_keys"]) if not is_headless and not k.startswith(inside)]
+    head = [key for key in sorted(info["missing_keys"]) if not is_inside(model, key)]
     if strict and head:
         raise CheckpointError(
             f"{name!r} has no weights for its head ({', '.join(head)}): outputs would be random. "
@@ -153,12 +152,17 @@ def read(
     CheckpointError
         Where they cannot be used.
     """
+    if getattr(config, "transformers_weights", None) is not None:
+        raise CheckpointError(
+            f"{source.name!r} names files of weights in its config.json (transformers_weights), "
+            "which is not supported. Save it again: save_pretrained"
+        )
+    check_weights(source)
+    any_head = options.pop("ignore_mismatched_sizes", False)
     options |= {"config": config, "dtype": dtype, "output_loading_info": True, **_pin(source)}
     options |= {"trust_remote_code": False, "use_safetensors": True}
-    if source.is_folder:
-        headers(source)  # checks them
     try:
-        return cls.from_pretrained(source.location, **options)  # type: ignore[no-any-return]
+        model, info = cls.from_pretrained(source.location, ignore_mismatched_sizes=True, **options)
     except SafetensorError as error:
         raise CheckpointError(
             f"The weights of {source.name!r} are damaged ({first_line(error)}). "
@@ -176,6 +180,35 @@ def read(
             f"The weights of {source.name!r} do not fit its config.json ({first_line(error)}). "
             "Download or copy both again."
         ) from error
+    _check_whole(model, info, source.name, any_head=any_head)
+    return model, info
+
+
+def is_inside(model: PreTrainedModel, key: str) -> bool:
+    """Whether a weight is of the encoder, and not of a head."""
+    return model.base_model is model or key.startswith(f"{model.base_model_prefix}.")
+
+
+def _check_whole(model: Any, info: Mapping[str, Any], name: str, *, any_head: bool) -> None:
+    """Refuse an encoder that transformers made up in part; a pooler may be missing."""
+    for key, found, wanted in sorted(info["mismatched_keys"]):
+        if is_inside(model, key) or not any_head:
+            raise CheckpointError(
+                f"{key!r} of {name!r} is {list(found)} in the checkpoint and has not the shape "
+                f"that its config.json gives, {list(wanted)}. Download or copy both again."
+            )
+    inside = f"{model.base_model_prefix}."
+    missing = [
+        key
+        for key in sorted(info["missing_keys"])
+        if is_inside(model, key) and not key.removeprefix(inside).startswith("pooler.")
+    ]
+    if missing:
+        more = f" and {len(missing) - 1} more of its encoder" if missing[1:] else ""
+        raise CheckpointError(
+            f"{name!r} has no weights for {missing[0]!r}{more}: outputs would be random. "
+            "Download or copy it again."
+        )
 
 
 def _pin(source: Source) -> dict[str, str]:
@@ -219,6 +252,14 @@ def _load_config(source: Source) -> Any:
 
 def _check_config(name: str, config: Any) -> None:
     """Refuse what the configuration alone rules out, before gigabytes are read."""
+    named: Any = config.architectures
+    if named is not None and not (
+        isinstance(named, list | tuple) and all(isinstance(each, str) for each in named)
+    ):
+        raise CheckpointError(
+            f"architectures={named!r} in the config.json of {name!r} must be a list of names. "
+            "Download or copy it again."
+        )
     quantised: Any = getattr(config, "quantization_config", None)
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised

@@ -11,11 +11,13 @@ from typing import Any
 
 from collabify.config import QUANT_METHOD, ConversionConfig
 from collabify.errors import CheckpointError, ModelNotFoundError, first_line
-from collabify.hub import CARD_FILE, CONFIG_FILE, RECORD_FILE, Content
-from collabify.modelcard import MODELING_FILE, is_generated, is_standalone, model_card, public
+from collabify.hub import CARD_FILE, CONFIG_FILE, RECORD_FILE, Content, is_ours
+from collabify.modelcard import MODELING_FILE, is_standalone, model_card, public
 from collabify.storage.headers import INDEX_FILE, WEIGHTS_FILE, headers
+from collabify.storage.loading import load
+from collabify.storage.reading import read_object
 from collabify.storage.records import read_record
-from collabify.storage.source import Source
+from collabify.storage.source import Source, leads_out
 from collabify.storage.standalone import add_code, modeling, with_auto_map
 from collabify.storage.writing import COMPANIONS
 
@@ -69,13 +71,15 @@ def package(folder: Path, repo: str, *, standalone: bool = False) -> Package:
     ModelNotFoundError
         Where it is no model's folder, or has no weights in safetensors.
     CheckpointError
-        Where the model was not converted, or its files are damaged.
+        Where the model was not converted, its files are damaged or do not load, or a link leads out
+        of the folder.
     """
     config = read_config(folder)
     check_converted(folder, config)
     source = Source(str(folder), str(folder))
     weights = headers(source).files
     record = read_record(source)
+    load(str(folder.resolve()))  # nobody else could, where this cannot
     names = sorted(
         path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
     )
@@ -85,6 +89,8 @@ def package(folder: Path, repo: str, *, standalone: bool = False) -> Package:
     if weights != (WEIGHTS_FILE,):
         files[INDEX_FILE] = folder / INDEX_FILE
     files |= {path.relative_to(folder).as_posix(): path for path in sorted(found)}
+    for name in files:
+        _check_inside(folder, name)
     if standalone or is_standalone(config):
         config = with_auto_map(config)
         files[CONFIG_FILE] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
@@ -92,7 +98,7 @@ def package(folder: Path, repo: str, *, standalone: bool = False) -> Package:
     if record:
         files[RECORD_FILE] = (json.dumps(public(record), indent=2) + "\n").encode()
     card = "generated"
-    if CARD_FILE in names and not _is_ours(folder / CARD_FILE):
+    if CARD_FILE in names and not is_ours(folder / CARD_FILE):
         card, files[CARD_FILE] = "folder", folder / CARD_FILE
     else:
         files[CARD_FILE] = _card(folder, record, config, repo, sentences="modules.json" in names)
@@ -152,14 +158,11 @@ def parse_config(path: Path) -> dict[str, Any]:
         Where it cannot be read.
     """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("it holds no JSON object")
+        return read_object(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{str(path)!r} cannot be read ({first_line(error)}). Make or copy the model again."
         ) from error
-    return config
 
 
 def conversion_of(config: Mapping[str, Any]) -> ConversionConfig | None:
@@ -190,11 +193,13 @@ def check_converted(folder: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def _is_ours(path: Path) -> bool:
-    try:
-        return is_generated(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
+def _check_inside(folder: Path, name: str) -> None:
+    """Refuse a link to what is not the model's: it would be made public."""
+    if leads_out(folder / name, folder):
+        raise CheckpointError(
+            f"{name!r} of {str(folder)!r} is a link to {str((folder / name).resolve())!r}, outside "
+            "of it, and would be sent. Delete it, or put a copy in its place."
+        )
 
 
 def _card(
@@ -210,10 +215,4 @@ def _card(
             f"{str(folder)!r} has no {RECORD_FILE}, of which its card is written. "
             f"Convert the model again, or write a {CARD_FILE} there."
         )
-    try:
-        return model_card(record, config, repo=repo, sentences=sentences).encode()
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"The {RECORD_FILE} of {str(folder)!r} is damaged ({first_line(error)}). "
-            f"Convert the model again, or write a {CARD_FILE} there."
-        ) from error
+    return model_card(record, config, repo=repo, sentences=sentences).encode()

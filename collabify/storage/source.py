@@ -46,7 +46,13 @@ def locate(name: str, revision: str | None = None) -> Source:
     ------
     ModelNotFoundError
         Where a folder has no configuration, or the demo's package is not installed.
+    OptionError
+        Where the revision has no name.
     """
+    if revision is not None and not revision.strip():
+        raise OptionError(
+            f"revision={revision!r} must be a branch, tag or commit. Leave out --revision."
+        )
     if name == DEMO:
         found = importlib.util.find_spec(DEMO_PACKAGE)
         if found is None or not found.submodule_search_locations:
@@ -88,6 +94,13 @@ def resolved(name: str | None) -> str | None:
 def commit_of(file: Path) -> str | None:
     """The commit that a file in the Hub's cache belongs to; ``None`` of any other file."""
     return file.parent.name if file.parent.parent.name == "snapshots" else None
+
+
+def leads_out(path: Path, folder: Path) -> bool:
+    """Whether a file in a folder is a link to elsewhere; the Hub's cache links to its own blobs."""
+    real = path.resolve()
+    cached = real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
+    return not (cached or real.is_relative_to(folder.resolve()))
 
 
 def check_not_source(out: Path, name: str) -> None:

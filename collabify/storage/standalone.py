@@ -17,8 +17,10 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto
 
 from collabify.bundling import bundle
+from collabify.errors import CheckpointError
 from collabify.hub import CONFIG_FILE
 from collabify.modelcard import MODELING_FILE, is_standalone
+from collabify.models import supported_model_types
 
 _MODULES = (
     *("errors", "config", "forms"),
@@ -50,11 +52,23 @@ def modeling() -> str:
 
 
 def with_auto_map(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``config.json`` whose classes transformers takes from ``modeling_collabify.py``."""
-    kind = type(AutoConfig.for_model(config["model_type"]))
+    """A ``config.json`` whose classes transformers takes from ``modeling_collabify.py``.
+
+    Raises
+    ------
+    CheckpointError
+        Where it is of no architecture that collabify converts.
+    """
+    named = config.get("model_type")
+    if named not in supported_model_types():
+        raise CheckpointError(
+            f"model_type={named!r} in {CONFIG_FILE} must be one that collabify converts "
+            f"({', '.join(supported_model_types())}). Convert the model again."
+        )
+    kind = type(AutoConfig.for_model(named))
     module = MODELING_FILE.removesuffix(".py")
-    named = {auto: f"{module}.{name}" for auto, name in sorted(_classes(kind).items())}
-    return {**config, "auto_map": named}
+    classes = {auto: f"{module}.{name}" for auto, name in sorted(_classes(kind).items())}
+    return {**config, "auto_map": classes}
 
 
 def _classes(kind: type[PretrainedConfig]) -> dict[str, str]:

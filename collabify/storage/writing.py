@@ -4,6 +4,7 @@ import errno
 import json
 import platform
 import shutil
+import warnings
 from importlib.metadata import version
 from pathlib import Path
 
@@ -11,10 +12,10 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from collabify.errors import first_line
+from collabify.errors import CollabifyWarning, first_line
 from collabify.results import ConversionReport
 from collabify.storage.records import inherited, write_record
-from collabify.storage.source import Source
+from collabify.storage.source import Source, leads_out
 
 # What makes a model usable beside its weights: tokenizer, image processor, generation,
 # sentence-transformers, licence.
@@ -84,6 +85,15 @@ def _copy_companions(source: Source, folder: Path) -> None:
         for path in root.glob(pattern):
             target = folder / path.relative_to(root)
             if path.is_file() and not target.exists():
+                if leads_out(path, root):
+                    warnings.warn(
+                        f"{path.relative_to(root).as_posix()!r} of {source.name!r} is a link to "
+                        f"{str(path.resolve())!r}, outside of it, and is left out. "
+                        "Copy it yourself if it belongs to the model.",
+                        CollabifyWarning,
+                        stacklevel=3,
+                    )
+                    continue
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, target)
 
