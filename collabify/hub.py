@@ -36,7 +36,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from collabify.errors import CollabifyError, HubError, OptionError, first_line
-from collabify.modelcard import is_generated
+from collabify.modelcard import MODELING_FILE, is_generated
 
 CARD_FILE, CONFIG_FILE, RECORD_FILE = "README.md", "config.json", "collabify.json"
 # What transformers would load: files of an earlier push must not stand beside those of this one.
@@ -60,7 +60,7 @@ class Pushed:
     card
         Whose README.md is there: ``generated``, ``folder`` or ``hub``.
     deleted
-        Weights of an earlier push.
+        Weights of an earlier push, and code that this one comes without.
     """
 
     repo: str
@@ -170,7 +170,7 @@ def push(
         if theirs and _edited(repo, there.sha):
             files = {name: content for name, content in files.items() if name != CARD_FILE}
             card = "hub"
-        old = [name for name in names if _is_weight(name) and name not in files]
+        old = [name for name in names if _is_replaced(name) and name not in files]
         commit = api.create_commit(
             repo,
             [
@@ -250,8 +250,11 @@ def is_ours(card: Path) -> bool:
         return False
 
 
-def _is_weight(name: str) -> bool:
-    return "/" not in name and any(fnmatchcase(name, pattern) for pattern in WEIGHTS)
+def _is_replaced(name: str) -> bool:
+    """Whether a push replaces it, or deletes it where it has none."""
+    return "/" not in name and any(
+        fnmatchcase(name, pattern) for pattern in (*WEIGHTS, MODELING_FILE)
+    )
 
 
 @contextmanager

@@ -331,6 +331,21 @@ def test_push_takes_the_code_along(tmp_path: Path) -> None:
     assert again["modeling_collabify.py"] == storage.modeling().encode()
 
 
+def test_the_code_goes_with_the_push_that_comes_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make(tmp_path)
+    with serving() as hub:
+        patch(hub, tmp_path / "home", monkeypatch)
+        done("push", folder, "me/tiny", "--standalone")
+        assert "modeling_collabify.py" in hub.files("me/tiny")
+        again = json.loads(done("push", folder, "me/tiny", "--json").stdout)["pushed"]
+        assert again["deleted"] == ["modeling_collabify.py"]
+        files = hub.files("me/tiny")
+    assert "modeling_collabify.py" not in files
+    assert "auto_map" not in json.loads(files["config.json"])
+
+
 FROM_HUB = """
 import sys, torch, transformers
 sys.modules["collabify"] = None
