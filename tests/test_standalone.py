@@ -215,7 +215,7 @@ def test_what_gets_no_code(tmp_path: Path) -> None:
 def test_the_file_stands_alone() -> None:
     source = storage.modeling()
     imported = set(re.findall(r"^\s*(?:from|import) (\w+)", source, re.MULTILINE))
-    assert imported <= set(sys.stdlib_module_names) | {"torch", "transformers"}
+    assert imported <= set(sys.stdlib_module_names) | {"safetensors", "torch", "transformers"}
     assert "jaxtyping" not in source
     compile(source, "modeling_collabify.py", "exec")
 
@@ -244,7 +244,7 @@ model, out = map(Path, sys.argv[1:])
 load = transformers.AutoModelForSequenceClassification
 told = {}
 GPTQ = transformers.GPTQConfig(bits=4)
-for kind in ("none", "newer", "layer", "lost", "random", "quantised"):
+for kind in ("none", "newer", "layer", "lost", "whole", "random", "quantised"):
     folder = out / kind
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -258,6 +258,11 @@ for kind in ("none", "newer", "layer", "lost", "random", "quantised"):
     elif kind == "lost":
         state = load_file(folder / "model.safetensors")
         del state["bert.encoder.layer.1.attention.self.mixing"]
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+    elif kind == "whole":
+        state = load_file(folder / "model.safetensors")
+        name = "bert.encoder.layer.1.attention.self.mixing"
+        state[name] = state[name].long()
         save_file(state, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     try:
@@ -287,6 +292,7 @@ def test_it_refuses_as_collabify_does(alone: Any, tmp_path: Path) -> None:
     assert "version=2 must be 1" in told["newer"]
     assert "names layer 7, but the model has 2" in told["layer"]
     assert "attention.self.mixing' is not in the checkpoint" in told["lost"]
+    assert "holds I64 and must hold numbers in floating" in told["whole"]
     assert "cannot start from random weights" in told["random"]
 
 

@@ -14,7 +14,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from collabify.config import QUANT_METHOD, ConversionConfig
 from collabify.errors import CheckpointError, OptionError
-from collabify.models.loading import check_loaded, shape_as_recorded
+from collabify.models.loading import check_files, check_loaded, shape_as_recorded
 
 
 class Standalone:
@@ -43,6 +43,12 @@ class Standalone:
         """No: such a checkpoint has the names that transformers' own class reads and renames."""
         return False
 
+    @staticmethod
+    def _load_pretrained_model(model: Any, state: Any, files: Any, *args: Any) -> Any:
+        """As transformers' own, of files that :func:`check_files` lets pass."""
+        check_files(files or ())
+        return cast(Any, PreTrainedModel)._load_pretrained_model(model, state, files, *args)
+
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """As transformers' own; where collabify is imported, it loads the model itself.
@@ -52,7 +58,7 @@ class Standalone:
         OptionError
             Where the model is to be quantised while it is loaded.
         CheckpointError
-            Where the checkpoint lacks a factor.
+            Where the checkpoint lacks a factor, or holds one of another kind.
         """
         if QUANT_METHOD in AUTO_QUANTIZER_MAPPING:
             return cls.original.from_pretrained(name, *args, config=config, **kwargs)

@@ -47,7 +47,8 @@ collabify is installed, import collabify instead."""
 @cache
 def modeling() -> str:
     """The source of ``modeling_collabify.py``."""
-    roots = {"__getattr__", "forward", "from_pretrained", "is_custom_code"}
+    roots = {"__getattr__", "forward"}  # and what transformers calls of a class
+    roots |= {"from_pretrained", "is_custom_code", "_load_pretrained_model"}
     return bundle(_MODULES, roots, first="models.requirement", note=_NOTE)
 
 
