@@ -90,6 +90,14 @@ def commit_of(file: Path) -> str | None:
     return file.parent.name if file.parent.parent.name == "snapshots" else None
 
 
+def cached_repository(folder: Path) -> str | None:
+    """The name on the Hub of a model's folder in the Hub's cache; ``None`` of any other folder."""
+    folder = folder.resolve()
+    kind, _, name = folder.parent.parent.name.partition("--")
+    in_cache = kind == "models" and commit_of(folder / "config.json") is not None
+    return name.replace("--", "/", 1) if in_cache else None
+
+
 def check_not_source(out: Path, name: str) -> None:
     """Refuse to write a converted model over the model that it comes from.
 
