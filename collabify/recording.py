@@ -177,18 +177,18 @@ def _replaces(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
 
 def _thing(entry: Mapping[str, Any]) -> list[Any]:
     """What was measured, and where."""
-    if entry["kind"] == "bench":
+    if entry.get("kind") == "bench":
         return [entry["machine"], entry["dtype"], entry["attention"]]
-    data = entry["options"].get("data") or entry["data"]
-    return [entry["kind"], entry.get("task"), data, entry.get("split")]
+    data = _options(entry).get("data") or entry["data"]
+    return [entry.get("kind"), entry.get("task"), data, entry.get("split")]
 
 
 def _against(entry: Mapping[str, Any]) -> str | None:
     """What it is compared with: nothing, or a model, which may be nameless."""
     scores = entry.get("scores") or ()
-    compared = entry["kind"] == "drift" or entry.get("baseline_size") is not None
+    compared = entry.get("kind") == "drift" or entry.get("baseline_size") is not None
     compared = compared or any(score["baseline"] is not None for score in scores)
-    return entry["baseline"] or ("" if compared else None)
+    return entry.get("baseline") or ("" if compared else None)
 
 
 def _extent(entry: Mapping[str, Any]) -> Any:
@@ -196,12 +196,16 @@ def _extent(entry: Mapping[str, Any]) -> Any:
 
     A few examples drawn from many never stand for all of them.
     """
-    if entry["kind"] == "bench":
+    if entry.get("kind") == "bench":
         return {(each["batch_size"], each["length"]) for each in entry["latencies"]}
-    if entry["kind"] == "drift":
+    if entry.get("kind") == "drift":
         return entry["samples"]
-    limit = entry["options"]["limit"]
+    limit = _options(entry).get("limit")
     return math.inf if limit is None else limit
+
+
+def _options(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    return entry.get("options") or {}
 
 
 def _entries(report: Report) -> list[dict[str, Any]]:
