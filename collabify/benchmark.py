@@ -35,7 +35,7 @@ from collabify.storage import versions
 BATCH_SIZES, LENGTHS, REPEATS = (1, 8), (32, 128), 15
 ATTENTION = ("eager", "sdpa")
 _WARM_UP = 2  # passes that do not count
-_PADDED = 8  # one position in so many
+_PADDED = 8  # one position in so many, and at least one
 
 Shape = tuple[int, int | None]
 
@@ -112,15 +112,15 @@ def bench(
         _inputs(model.config),
         _name(model),
         None if baseline is None else _name(baseline),
-        {
+        options={
             "batch_sizes": list(batch_sizes),
             "lengths": None if lengths is None else list(lengths),
             "repeats": repeats,
             "threads": threads,
             "attention": attention,
         },
-        time.perf_counter() - start,
-        versions(),
+        seconds=time.perf_counter() - start,
+        versions=versions(),
     )
 
 
@@ -153,6 +153,12 @@ def check_alike(model: Any, baseline: Any) -> None:
             "Give a baseline of the model's class."
         )
     check_comparable(model, baseline)
+    rest, its = (_apart_from_attention(each) for each in (model, baseline))
+    if rest != its:
+        raise LabelError(
+            f"The model has {rest:,} parameters outside attention and the baseline {its:,}, so "
+            "their passes are not the same work. Give a baseline of the model's sizes."
+        )
     for name in ("device", "dtype"):
         one, other = getattr(model, name), getattr(baseline, name)
         if one != other:
@@ -160,6 +166,11 @@ def check_alike(model: Any, baseline: Any) -> None:
                 f"{name}={other} of the baseline must be {one}, as of the model, to be compared. "
                 "Load both alike."
             )
+
+
+def _apart_from_attention(model: Any) -> int:
+    size = size_of(model)
+    return size.model - size.attention
 
 
 def _name(model: Any) -> str | None:
@@ -181,6 +192,9 @@ def _shapes(
     config: Any, batch_sizes: Sequence[int], lengths: Sequence[int] | None
 ) -> tuple[Shape, ...]:
     """Every batch size at every length, each shape once; refuses what the model cannot read."""
+    for name, given in (("batch_sizes", batch_sizes), ("lengths", lengths)):
+        if given is not None and not given:
+            raise OptionError(f"{name}={given} must hold at least one. Leave it out for the usual.")
     for size in batch_sizes:
         if size < 1:
             raise OptionError(f"batch_size={size} must be at least 1. Raise --batch-size.")
@@ -205,7 +219,7 @@ def _shapes(
 
 def _inputs(config: Any) -> str:
     if model_kind(config) == "text":
-        return f"token ids, one in {_PADDED} padded"
+        return f"token ids, one in {_PADDED} padded and at least one"
     height, width = image_size(config)
     return f"images of {height} x {width}"
 
@@ -219,7 +233,7 @@ def _batch(model: Any, shape: Shape) -> dict[str, Tensor]:
         return {"pixel_values": torch.randn(pixels, generator=generator)}
     ids = zipf_ids(usable_ids(config), (size, length), generator=generator)
     mask = torch.ones_like(ids)
-    mask[:, length - length // _PADDED :] = 0
+    mask[:, length - max(1, length // _PADDED) :] = 0
     ids = ids.masked_fill(mask == 0, getattr(config, "pad_token_id", None) or 0)
     batch = {"input_ids": ids, "attention_mask": mask}
     if has_head(model, "ForMultipleChoice"):

@@ -1,6 +1,6 @@
 """Where a model's layers are looked at: data, and the spaces of what flows through each layer.
 
-data -> one pass -> inputs of every layer, contexts of its heads, what they attend to
+data -> one pass -> inputs of every layer, contexts of its heads; one more -> what they attend to
 """
 
 from collections.abc import Callable, Mapping, Sequence

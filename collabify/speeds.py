@@ -102,6 +102,9 @@ class BenchReport:
         What the models read, in words.
     model, baseline
         The models.
+    original
+        Whether the baseline is what the model's record says it was made from, with its attention as
+        trained.
     options
         Everything that was asked for.
     seconds
@@ -119,6 +122,7 @@ class BenchReport:
     inputs: str
     model: str | None = None
     baseline: str | None = None
+    original: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)

@@ -3,7 +3,9 @@
 import copy
 import json
 import re
+import shutil
 import statistics
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,13 +91,16 @@ def test_a_machine_that_slows_down_does_not_change_the_comparison(
     assert all(each.over_quartiles == (0.5, 0.5) for each in report.latencies)
 
 
-def test_a_model_beside_itself_in_real_time() -> None:
+def test_a_model_beside_a_slow_one_in_real_time() -> None:
     model, _ = pair()
-    report = collabify.bench(model, model, repeats=4)
-    for each in report.latencies:
-        assert each.over_baseline is not None
-        assert 0 < each.over_baseline < float("inf")
-        assert each.seconds > 0
+    slow = copy.deepcopy(model)
+    slow.register_forward_hook(lambda *_: time.sleep(0.2))
+    report = collabify.bench(model, slow, repeats=4, batch_sizes=[1])
+    (found,) = report.latencies
+    assert found.baseline_seconds is not None
+    assert found.baseline_seconds > 0.2
+    assert found.over_baseline is not None
+    assert found.over_baseline < 1
     assert report.size == report.baseline_size
     assert report.machine.processor
     assert json.loads(report.to_json())["latencies"][0]["peak_bytes"] is None
@@ -175,6 +180,8 @@ def test_all_is_left_as_it_was() -> None:
         ({"attention": "abacus"}, "attention='abacus' must be one of eager, sdpa."),
         ({"batch_sizes": [4, 0]}, "batch_size=0 must be at least 1."),
         ({"lengths": [24]}, "length=24 must be between 2 and 23 for model_type='bert'."),
+        ({"batch_sizes": []}, "batch_sizes=[] must hold at least one. Leave it out for the usual."),
+        ({"lengths": []}, "lengths=[] must hold at least one."),
         ({"lengths": [1]}, "length=1 must be between 2 and 23"),
     ],
 )
@@ -212,6 +219,32 @@ def test_only_like_is_compared_with_like() -> None:
     other.config.num_hidden_layers = 3
     with pytest.raises(LabelError, match="num_hidden_layers=2 and the baseline has 3"):
         collabify.bench(model, other)
+    for sizes in ({"intermediate_size": 61}, {"max_position_embeddings": 12}):
+        config = TINY["bert"].config()
+        config.update(sizes)
+        with pytest.raises(
+            LabelError, match=r"parameters outside attention and the baseline [\d,]+"
+        ):
+            collabify.bench(model, transformers.BertModel(config), lengths=[20])
+
+
+@pytest.mark.parametrize("kind", ["bert", "albert-inner", "distilbert", "vit", "dinov2"])
+@pytest.mark.parametrize("form", LOW)
+def test_every_conversion_is_like_its_original(kind: str, form: str) -> None:
+    original = TINY[kind].build()
+    model = copy.deepcopy(original)
+    collabify.convert(model, **LOW[form])
+    check_alike(model, original)
+    check_alike(original, model)
+
+
+def test_less_than_eight_tokens_are_padded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = pair()
+    clock = Clock(monkeypatch)
+    clock.watch("model", model, [1.0])
+    report = collabify.bench(model, repeats=4, batch_sizes=[2], lengths=[7])
+    assert all((each["attention_mask"].sum(1) == 6).all() for each in clock.inputs)
+    assert report.inputs == "token ids, one in 8 padded and at least one"
 
 
 def test_one_choice_of_a_model_that_takes_several() -> None:
@@ -285,7 +318,9 @@ def test_a_baseline_without_the_head_runs_with_one(made: Path) -> None:
 SIZES = ("size", "baseline_size")
 
 
-def test_without_an_original_only_absolute_figures(made: Path, tmp_path: Path) -> None:
+def test_without_an_original_only_absolute_figures(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     report = json.loads(done("bench", made / "original", *FAST, "--json").stdout)
     assert report["baseline"] is report["baseline_size"] is None
     assert all(row["over_baseline"] is None for row in report["latencies"])
@@ -297,7 +332,20 @@ def test_without_an_original_only_absolute_figures(made: Path, tmp_path: Path) -
     copied.mkdir()
     for path in (made / "made").iterdir():
         (copied / path.name).write_bytes(path.read_bytes())
-    for source, said in (("/no/such/model", "is neither a folder nor"), (None, "does not name it")):
+    write_model(tmp_path / "deep", num_labels=2, num_hidden_layers=3)
+    write_model(tmp_path / "wide", num_labels=2, intermediate_size=61)
+    shutil.copytree(made / "original", tmp_path / "damaged")
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"xx")
+    shutil.copytree(made / "original", tmp_path / "here" / "original")
+    monkeypatch.chdir(tmp_path / "here")
+    for source, said in (
+        ("/no/such/model", "is neither a folder nor"),
+        (None, "does not name it"),
+        ("./original", "does not name it"),  # so it is in what was pushed from elsewhere
+        (str(tmp_path / "deep"), "and the baseline has 3"),
+        (str(tmp_path / "wide"), "parameters outside attention"),
+        (str(tmp_path / "damaged"), "damaged"),
+    ):
         record = json.loads((copied / "collabify.json").read_text()) | {"source": source}
         (copied / "collabify.json").write_text(json.dumps(record))
         outcome = done("bench", copied, *FAST, "--json")

@@ -299,7 +299,7 @@ def test_the_command_in_a_card_makes_the_same_model(
     report = json.loads(done("push", "b", "me/b", "--dry-run", "--json").stdout)
     data = data_of(report["readme"])
     assert (data["license"], data["language"]) == ("mit", ["en", "de"])
-    assert data["model-index"][0]["results"][0]["dataset"]["type"] == "glue"
+    assert data["model-index"][0]["results"][0]["dataset"]["name"] == "glue sst2"
     assert str(tmp_path) not in report["readme"]
     commands = report["readme"].split("```sh\n")[1].split("```")[0].splitlines()
     assert [command.split()[1] for command in commands] == ["convert", "heal", "finetune"]

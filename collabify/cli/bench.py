@@ -18,10 +18,10 @@ from collabify.cli.common import (
     load_model,
     print_table,
     progress_bar,
-    recorded,
+    record_each,
     reported,
 )
-from collabify.errors import CollabifyWarning, HubError, ModelNotFoundError
+from collabify.errors import CollabifyError, CollabifyWarning, ModelNotFoundError
 
 if TYPE_CHECKING:
     from collabify.speeds import BenchReport
@@ -74,7 +74,6 @@ def bench(
     Both run by turns, every batch size at every length. On CUDA the memory of a pass is told too.
     """
     from collabify.benchmark import bench as run
-    from collabify.recording import record as put
     from collabify.recording import recordable
 
     check_revision(model, revision)
@@ -92,42 +91,52 @@ def bench(
             **({"batch_sizes": batch_size} if batch_size else {}),
             **({"lengths": length} if length else {}),
         )
-    named = None if origin is None else origin.record
-    report = replace(report, model=source.record, baseline=named)
-    path = None if place is None else put(place, report)
+    report = replace(
+        report,
+        model=source.record,
+        baseline=None if origin is None else origin.record,
+        original=original is not None and baseline is None and not _is_converted(original),
+    )
     if json:
         typer.echo(report.to_json())
-        return
-    _print(report)
-    if path is not None:
-        recorded(path)
+    else:
+        _print(report)
+    record_each([] if place is None else [(place, report)], quiet=json)
+
+
+def _is_converted(model: Any) -> bool:
+    from collabify.models import find_attention
+
+    return any(site.converted for site in find_attention(model))
 
 
 def _original(
     model: Any, source: "Source", baseline: str | None
 ) -> "tuple[Any, Source] | tuple[None, None]":
     """The baseline: the one named, or what a converted model's record says it was made from."""
-    from collabify.models import find_attention
+    from collabify.benchmark import check_alike
     from collabify.storage import load_like, read_record
 
     if baseline is not None:
         return load_like(model, baseline)
-    if not any(site.converted for site in find_attention(model)):
+    if not _is_converted(model):
         return None, None
-    record = read_record(source)
-    name, revision = record.get("source"), record.get("revision")
     try:
-        if name is None:
+        record = read_record(source)
+        name, revision = record.get("source"), record.get("revision")
+        if name is None or name.startswith("./"):  # a folder of the machine that pushed it
             raise ModelNotFoundError("its record does not name it.")
-        return load_like(model, name, revision=revision)
-    except (HubError, ModelNotFoundError) as error:
+        original, origin = load_like(model, name, revision=revision)
+        check_alike(model, original)
+    except CollabifyError as error:
         warnings.warn(
-            f"The original of {source.name!r} is not there to compare with: {error} "
+            f"The original of {source.name!r} cannot be compared with: {error} "
             "Name it: --baseline MODEL",
             CollabifyWarning,
             stacklevel=2,
         )
         return None, None
+    return original, origin
 
 
 def _print(report: "BenchReport") -> None:

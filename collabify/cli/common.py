@@ -19,8 +19,7 @@ import typer
 from collabify.errors import CollabifyError, CollabifyWarning, OptionError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from collabify.recording import Place, Report
     from collabify.storage import Source
 
 P = ParamSpec("P")
@@ -134,9 +133,30 @@ def reported(command: Callable[P, T]) -> Callable[P, T]:
     return wrapper
 
 
-def recorded(path: "Path") -> None:
-    """Say where a result was recorded."""
-    typer.echo(f"Recorded in {path}.")
+def record_each(measured: "Sequence[tuple[Place, Report]]", *, quiet: bool) -> None:
+    """Record reports that were printed already; where one cannot be, the others still are.
+
+    Parameters
+    ----------
+    measured
+        Where to, and what.
+    quiet
+        Do not say where it was recorded.
+    """
+    from collabify.recording import record
+
+    failed = False
+    for place, report in measured:
+        try:
+            path = record(place, report)
+        except CollabifyError as error:
+            typer.echo(f"Error: {error}", err=True)
+            failed = True
+        else:
+            if not quiet:
+                typer.echo(f"Recorded in {path}.")
+    if failed:
+        raise typer.Exit(1)
 
 
 def _show_warning(message: Warning | str, *_: Any) -> None:

@@ -1,5 +1,6 @@
 """``collabify eval drift``: how far a model is from its original, without labels."""
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -17,7 +18,7 @@ from collabify.cli.common import (
     load_model,
     print_table,
     progress_bar,
-    recorded,
+    record_each,
     reported,
 )
 
@@ -48,13 +49,12 @@ def drift(
 ) -> None:
     """Measure how far MODEL is from its original: hidden states, attention, predictions."""
     from collabify.evaluation import evaluate_drift
-    from collabify.recording import record as put
     from collabify.recording import recordable
     from collabify.scoreboard import drift_notes, drift_table
 
     check_revision(model, revision)
     place = recordable(model) if record else None
-    loaded, _ = load_model(model, "auto", device, revision, strict=True)
+    loaded, own = load_model(model, "auto", device, revision, strict=True)
     original, source = load_model(baseline, "auto", device, strict=True)
     with progress_bar(quiet=json) as show:
         report = evaluate_drift(
@@ -68,12 +68,11 @@ def drift(
             processor=source.location,
             progress=show,
         )
-    path = None if place is None else put(place, report)
+    report = replace(report, model=own.record, baseline=source.record)
     if json:
         typer.echo(report.to_json())
-        return
-    print_table(*drift_table(report))
-    for note in drift_notes(report):
-        typer.echo(note)
-    if path is not None:
-        recorded(path)
+    else:
+        print_table(*drift_table(report))
+        for note in drift_notes(report):
+            typer.echo(note)
+    record_each([] if place is None else [(place, report)], quiet=json)

@@ -20,14 +20,11 @@ from collabify.cli.common import (
     load_model,
     print_scores,
     progress_bar,
-    recorded,
+    record_each,
     reported,
 )
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from collabify.recording import Place
     from collabify.scores import GlueScores
 
 _TASK = "{task}"
@@ -95,23 +92,27 @@ def glue(
             seed=seed,
             progress=show,
         )
-    paths = _record(places, report)
+    report = _named(report, model, baseline)
     if json:
         typer.echo(report.to_json())
-        return
-    _print(report)
-    for path in paths:
-        recorded(path)
+    else:
+        _print(report)
+    alone = {t: tuple(each for each in report.tasks if each.task == t) for t in places}
+    record_each([(places[t], replace(report, tasks=alone[t])) for t in places], quiet=json)
 
 
-def _record(places: "dict[str, Place]", report: "GlueScores") -> "list[Path]":
-    """Put what each task's model scored into its own record."""
-    from collabify.recording import record
+def _named(report: "GlueScores", model: str, baseline: str | None) -> "GlueScores":
+    """The same report with the names that were given, as they hold from anywhere."""
+    from collabify.storage import locate
 
-    return [
-        record(place, replace(report, tasks=tuple(t for t in report.tasks if t.task == task)))
-        for task, place in places.items()
-    ]
+    def of(name: str | None, task: str) -> str | None:
+        return None if name is None else locate(name.replace(_TASK, task)).record
+
+    tasks = (
+        replace(each, model=of(model, each.task), baseline=of(baseline, each.task))
+        for each in report.tasks
+    )
+    return replace(report, tasks=tuple(tasks))
 
 
 def _check_models(

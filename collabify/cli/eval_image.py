@@ -1,5 +1,6 @@
 """``collabify eval image``: top-1 and top-5 accuracy."""
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -19,7 +20,7 @@ from collabify.cli.common import (
     load_model,
     print_scores,
     progress_bar,
-    recorded,
+    record_each,
     reported,
 )
 
@@ -51,14 +52,15 @@ def image(
 ) -> None:
     """Score MODEL, an image classifier, and with --baseline the difference, with 95 % intervals."""
     from collabify.evaluation import evaluate_image
-    from collabify.recording import record as put
     from collabify.recording import recordable
     from collabify.scoreboard import image_notes, image_table
 
     check_revision(model, revision)
     place = recordable(model) if record else None
-    loaded, _ = load_model(model, "auto", device, revision, strict=True)
-    other = None if baseline is None else load_model(baseline, "auto", device, strict=True)[0]
+    loaded, source = load_model(model, "auto", device, revision, strict=True)
+    other, origin = None, None
+    if baseline is not None:
+        other, origin = load_model(baseline, "auto", device, strict=True)
     with progress_bar(quiet=json) as show:
         report = evaluate_image(
             loaded,
@@ -71,12 +73,12 @@ def image(
             seed=seed,
             progress=show,
         )
-    path = None if place is None else put(place, report)
+    named = None if origin is None else origin.record
+    report = replace(report, model=source.record, baseline=named)
     if json:
         typer.echo(report.to_json())
-        return
-    print_scores(*image_table(report))
-    for note in image_notes(report):
-        typer.echo(note)
-    if path is not None:
-        recorded(path)
+    else:
+        print_scores(*image_table(report))
+        for note in image_notes(report):
+            typer.echo(note)
+    record_each([] if place is None else [(place, report)], quiet=json)

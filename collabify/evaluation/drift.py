@@ -6,6 +6,7 @@ divergence  mean of KL(softmax z || softmax z~) = sum_l p_l (log p_l - log p~_l)
 Axes: n prediction, l label. z are the logits of the original, z~ those of the model.
 """
 
+import os
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -101,7 +102,13 @@ def evaluate_drift(
         count,
         getattr(model.config, "_name_or_path", None) or None,
         getattr(baseline.config, "_name_or_path", None) or None,
-        {"samples": samples, "batch_size": batch_size, "max_length": max_length, "seed": seed},
+        {
+            "data": os.fspath(data) if isinstance(data, str | os.PathLike) else None,
+            "samples": samples,
+            "batch_size": batch_size,
+            "max_length": max_length,
+            "seed": seed,
+        },
         time.perf_counter() - start,
         versions(),
     )

@@ -54,7 +54,7 @@ def measured_drift(record: Mapping[str, Any]) -> Iterator[str]:
     """How far it is from another model, without labels."""
     rows = [
         (
-            _baseline(each),
+            _named(each),
             each["data"],
             f"{each['samples']:,}",
             _number(each["hidden_cosine"]),
@@ -70,7 +70,8 @@ def measured_drift(record: Mapping[str, Any]) -> Iterator[str]:
         yield "How far this model is from others, measured with `collabify eval drift`:"
         yield table(
             (
-                *("from", "data", "samples", "final hidden states, cosine", "relative error"),
+                *("from", "data", "samples, held-out ones too"),
+                *("final hidden states, cosine", "relative error"),
                 *("attention, total variation", "same predictions", "predictions, KL in nats"),
             ),
             rows,
@@ -80,18 +81,21 @@ def measured_drift(record: Mapping[str, Any]) -> Iterator[str]:
 def latency(record: Mapping[str, Any]) -> Iterator[str]:
     """Seconds of whole passes, and how they compare in interleaved runs; one table a machine."""
     for each in _entries(record, "latency"):
-        against = f" beside {_baseline(each)}" if _beside(each) else ""
+        against, whose = _beside(each), _whose(each)
         runs = f"{each['options']['repeats']} {'interleaved ' if against else ''}runs"
+        beside = f" beside {_named(each)}" if against else ""
+        quotient = f"; this model / {whose}: the median of each round's quotient" * against
         yield (
-            f"Latency of the whole model{against}, measured with `collabify bench` on "
-            f"{_machine(each)}; {each['inputs']}; medians of {runs}, in brackets quartiles:"
+            f"Latency of the whole model{beside}, measured with `collabify bench` on "
+            f"{_machine(each)}; {each['inputs']}; medians of {runs}, in brackets quartiles"
+            f"{quotient}:"
         )
         texts = each["latencies"][0]["length"] is not None
         heads = ["batch x length" if texts else "images", "this model, ms"]
-        heads += ["original, ms", "this model / original"] if against else []
+        heads += [f"{whose}, ms", f"this model / {whose}"] if against else []
         counted = each["latencies"][0]["peak_bytes"] is not None
         heads += ["peak memory, MB"] if counted else []
-        heads += ["original, MB"] if counted and against else []
+        heads += [f"{whose}, MB"] if counted and against else []
         yield table(heads, [_row(each, one) for one in each["latencies"]])
         yield _bytes(each)
 
@@ -108,12 +112,12 @@ def _row(entry: Entry, one: Entry) -> list[str]:
 def _bytes(entry: Entry) -> str:
     said = f"It holds {entry['size']['bytes'] / 1e6:,.1f} MB in memory"
     if _beside(entry):
-        said += f", the original {entry['baseline_size']['bytes'] / 1e6:,.1f} MB"
+        said += f", the {_whose(entry)} {entry['baseline_size']['bytes'] / 1e6:,.1f} MB"
     return f"{said}."
 
 
 def evaluation_line(entry: Entry) -> str:
-    """One evaluation in one line."""
+    """One evaluation in one line; in brackets, as it says, 95 % intervals."""
     if entry.get("kind") == "drift":
         said = f"hidden cosine {_number(entry['hidden_cosine'])}"
         if entry["agreement"] is not None:
@@ -126,17 +130,20 @@ def evaluation_line(entry: Entry) -> str:
             part += f", difference {_difference(score)}"
         parts.append(part)
     against = f"; against {entry['baseline']}" if entry.get("baseline") else ""
-    return f"{_where(entry)}: {'; '.join(parts)}{against}"
+    return f"{_where(entry)}: {'; '.join(parts)}{against}; in brackets 95 % intervals"
 
 
 def latency_line(entry: Entry) -> str:
-    """The latencies of one machine in one line."""
+    """The latencies of one machine in one line; in brackets, as it says, quartiles."""
     beside = _beside(entry)
     parts = [
         f"{_shape(one)}: {1e3 * one['seconds']:.4g} ms" + (f", {_over(one)}" if beside else "")
         for one in entry["latencies"]
     ]
-    of = " of the original's" if beside else ""
+    of = f" of the {_whose(entry)}'s" if beside else ""
+    if beside and entry.get("baseline"):
+        of += f" ({entry['baseline']})"
+    of += ", in brackets quartiles" * beside
     return f"{'; '.join(parts)}{of}; {_machine(entry)}"
 
 
@@ -144,9 +151,14 @@ def _entries(record: Mapping[str, Any], name: str) -> list[Entry]:
     return list(record.get(name) or ())
 
 
-def _baseline(entry: Entry) -> str:
+def _named(entry: Entry) -> str:
     named = entry.get("baseline")
-    return "its original" if named is None else f"`{named}`"
+    return "a model without a name" if named is None else f"`{named}`"
+
+
+def _whose(entry: Entry) -> str:
+    """What the model it was timed beside is to it: it may be any other."""
+    return "original" if entry.get("original") else "baseline"
 
 
 def _beside(entry: Entry) -> bool:
@@ -170,7 +182,9 @@ def _shape(one: Entry) -> str:
 
 def _machine(entry: Entry) -> str:
     machine, versions = entry["machine"], entry.get("versions") or {}
-    named = machine["processor"] if machine["device"] == "cpu" else machine["device"]
+    named = machine["processor"]
+    if machine["device"] != "cpu":
+        named = f"{machine['device']}, {named}"
     threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
     torch = f", torch {versions['torch']}" if "torch" in versions else ""
     return f"{named}, {threads}, {entry['dtype']}, {entry['attention']} attention{torch}"

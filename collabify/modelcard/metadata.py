@@ -106,7 +106,10 @@ def metadata(
     given: dict[str, Any] = {
         key: carried.get(key) for key in CARRIED if key not in ("datasets", "base_model")
     }
-    results = list(_measured(record, config)) or (list(_results(tuned, config)) if tuned else [])
+    results = list(_measured(record, config))
+    covered = {_split_of(result) for result in results}
+    if tuned:
+        results += [each for each in _results(tuned, config) if _split_of(each) not in covered]
     return ModelCardData(
         base_model=base,
         base_model_relation=None if base is None else "finetune",
@@ -154,35 +157,51 @@ def scores(tuned: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
 
 
 def _measured(record: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[EvalResult]:
-    """Scores of the very model, as ``collabify eval --record`` found them."""
+    """Scores of the very model, as ``collabify eval --record`` found them on a whole split.
+
+    Of two of the same split (with a baseline and without) the later is taken.
+    """
+    found: dict[object, EvalResult] = {}
     for entry in record.get("evaluations") or ():
-        task, data = entry.get("task"), str(entry.get("data")).removeprefix("./")
+        if (entry.get("options") or {}).get("limit") is not None:
+            continue  # the index has no place for how many were drawn
         for score in entry.get("scores") or ():
             rank = score["metric"] if score["metric"].startswith("top-") else None
             if score["value"] is not None:
-                yield EvalResult(
+                result = EvalResult(
                     task_type=pipeline_tag(config, sentences=False) or "other",
-                    dataset_type=data.partition(":")[0],
-                    dataset_name=data if task is None else f"{data} {task}",
-                    dataset_config=task,
+                    **_dataset(str(entry.get("data")), entry.get("task")),
                     dataset_split=entry["split"],
                     metric_type="accuracy" if rank else score["metric"],
                     metric_name=f"{rank} accuracy" if rank else None,
                     metric_value=score["value"],
                 )
+                found[*_split_of(result), score["metric"]] = result
+    yield from found.values()
+
+
+def _split_of(result: EvalResult) -> tuple[object, ...]:
+    return result.dataset_type, result.dataset_config, result.dataset_split
+
+
+def _dataset(data: str, task: str | None) -> dict[str, Any]:
+    """How the index names data: a folder is no data set of the Hub, whatever it is called."""
+    name = data.partition(":")[0]
+    words = name.removeprefix("./") + ("" if task is None else f" {task}")
+    if is_hub_id(name):
+        return {"dataset_type": name, "dataset_name": words, "dataset_config": task}
+    # The index tells data apart by type and config.
+    return {"dataset_type": "local", "dataset_name": words, "dataset_config": words}
 
 
 def _results(tuned: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[EvalResult]:
-    options, task = tuned.get("options") or {}, str(tuned.get("task"))
+    options = tuned.get("options") or {}
     data = str(options.get("data") or options.get("image_data") or tuned.get("data"))
-    name = data.partition(":")[0].removeprefix("./")
-    images = "image_data" in options
+    task = None if "image_data" in options else str(tuned.get("task"))
     for split, metric, value in scores(tuned):
         yield EvalResult(
             task_type=pipeline_tag(config, sentences=False) or "other",
-            dataset_type=name,
-            dataset_name=name if images else f"{name} {task}",
-            dataset_config=None if images else task,
+            **_dataset(data, task),
             dataset_split=split,
             metric_type=metric,
             metric_value=value,

@@ -1,10 +1,13 @@
 """What was asked for queries and keys; what no model could accept is refused here."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from collabify.config import Form
 from collabify.errors import OptionError
+from collabify.models import AttentionSite
 
 Method = Literal["cp", "tucker", "head-svd", "talking-heads"]
 Solver = Literal["factored", "tensorly"]
@@ -18,8 +21,10 @@ FORM_OF: dict[str, Form] = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class Asked(ABC):
     """What was asked for, as :func:`collabify.convert` documents it.
+
+    Whether layers can be made so depends on them, and a subclass says it.
 
     Raises
     ------
@@ -43,6 +48,15 @@ class Asked:
     dynamic: bool = False
     value_heads: int | None = None
     values_alone: bool = False
+
+    @abstractmethod
+    def check(self, sites: Sequence[AttentionSite]) -> None:
+        """Refuse sizes that do not fit the layers, before anything takes time.
+
+        Raises
+        ------
+        RankError, OptionError
+        """
 
     def __post_init__(self) -> None:
         sizes = {"dk": self.dk, "kept": self.kept, "error": self.error}

@@ -19,12 +19,7 @@ class Request(Asked):
     """What layers become of what was asked for."""
 
     def check(self, sites: Sequence[AttentionSite]) -> None:
-        """Refuse sizes that do not fit the layers, before anything takes time.
-
-        Raises
-        ------
-        RankError, OptionError
-        """
+        """Refuse sizes that do not fit the layers: those of one rank by planning with it."""
         if not self.chooses:
             self.plan(sites)
         apart = self.head_rank is not None or self._tensorly or self.method == "talking-heads"

@@ -28,6 +28,7 @@ from collabify.storage.source import (
     DEMO,
     DEMO_PACKAGE,
     Source,
+    cached_repository,
     check_not_source,
     check_revision,
     commit_of,
@@ -35,6 +36,7 @@ from collabify.storage.source import (
     resolved,
 )
 from collabify.storage.standalone import modeling, with_auto_map
+from collabify.storage.weights import of_these_weights, weights_digest
 from collabify.storage.writing import COMPANIONS, save, versions
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "Headers",
     "Package",
     "Source",
+    "cached_repository",
     "carry",
     "cast_to",
     "check_device",
@@ -61,6 +64,7 @@ __all__ = [
     "locate",
     "modeling",
     "note",
+    "of_these_weights",
     "output_folder",
     "package",
     "parse_config",
@@ -72,6 +76,7 @@ __all__ = [
     "save",
     "unmeasured",
     "versions",
+    "weights_digest",
     "with_auto_map",
     "write_record",
     "write_standalone",

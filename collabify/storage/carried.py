@@ -16,7 +16,7 @@ from huggingface_hub import metadata_load
 from transformers import PreTrainedModel
 
 from collabify.errors import CheckpointError, CollabifyWarning, HubError
-from collabify.hub import CARD_FILE, CONFIG_FILE, download, is_ours
+from collabify.hub import CARD_FILE, CONFIG_FILE, RECORD_FILE, download, is_ours
 from collabify.modelcard import model_card, public
 from collabify.storage.records import inherited, read_record, unmeasured, write_record
 from collabify.storage.source import Source
@@ -41,6 +41,8 @@ class Carried:
             keep_standalone(folder)
             if record:
                 write_record(folder, record)
+            else:
+                (folder / RECORD_FILE).unlink(missing_ok=True)  # of the model that was there
 
     def _upload_modified_files(self, working_dir: Any, repo_id: str, *args: Any, **kw: Any) -> Any:
         """As transformers does, with a card of ours where it would leave its empty one."""

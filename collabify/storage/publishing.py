@@ -4,21 +4,23 @@ DIR -> weights, config, tokenizer or processor, figures, collabify.json, README.
 """
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from collabify.config import QUANT_METHOD, ConversionConfig
-from collabify.errors import CheckpointError, ModelNotFoundError, first_line
+from collabify.errors import CheckpointError, CollabifyWarning, ModelNotFoundError, first_line
 from collabify.hub import CARD_FILE, CONFIG_FILE, RECORD_FILE, Content, is_ours
 from collabify.modelcard import MODELING_FILE, is_standalone, model_card, public
 from collabify.storage.headers import INDEX_FILE, WEIGHTS_FILE, headers
 from collabify.storage.loading import load
 from collabify.storage.reading import read_object
-from collabify.storage.records import read_record
+from collabify.storage.records import MEASURED, read_record
 from collabify.storage.source import Source, leads_out
 from collabify.storage.standalone import add_code, modeling, with_auto_map
+from collabify.storage.weights import of_these_weights, weights_digest
 from collabify.storage.writing import COMPANIONS
 
 FIGURES = ("*.png", "*.svg", "*.pdf", "figures/*")
@@ -73,12 +75,17 @@ def package(folder: Path, repo: str, *, standalone: bool = False) -> Package:
     CheckpointError
         Where the model was not converted, its files are damaged or do not load, or a link leads out
         of the folder.
+
+    Warns
+    -----
+    CollabifyWarning
+        Where something was measured of other weights, which is left out.
     """
     config = read_config(folder)
     check_converted(folder, config)
     source = Source(str(folder), str(folder))
     weights = headers(source).files
-    record = read_record(source)
+    record = _of_these(folder, read_record(source), weights)
     load(str(folder.resolve()))  # nobody else could, where this cannot
     names = sorted(
         path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
@@ -104,6 +111,21 @@ def package(folder: Path, repo: str, *, standalone: bool = False) -> Package:
         files[CARD_FILE] = _card(folder, record, config, repo, sentences="modules.json" in names)
     left_out = tuple(name for name in names if name not in files)
     return Package(files, card, left_out)
+
+
+def _of_these(folder: Path, record: dict[str, Any], files: tuple[str, ...]) -> dict[str, Any]:
+    """The record without what was measured of other weights than these, and a word of it."""
+    if not any(record.get(name) for name in MEASURED):
+        return record
+    kept, lost = of_these_weights(record, weights_digest(folder, files))
+    if lost:
+        warnings.warn(
+            f"{str(folder)!r} holds other weights than {lost} of the measurements in its "
+            f"{RECORD_FILE}, which are left out. Measure again: collabify eval ... --record",
+            CollabifyWarning,
+            stacklevel=3,
+        )
+    return kept
 
 
 def write_standalone(folder: str | Path) -> None:

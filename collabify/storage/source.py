@@ -103,6 +103,14 @@ def leads_out(path: Path, folder: Path) -> bool:
     return not (cached or real.is_relative_to(folder.resolve()))
 
 
+def cached_repository(folder: Path) -> str | None:
+    """The name on the Hub of a model's folder in the Hub's cache; ``None`` of any other folder."""
+    folder = folder.resolve()
+    kind, _, name = folder.parent.parent.name.partition("--")
+    in_cache = kind == "models" and commit_of(folder / "config.json") is not None
+    return name.replace("--", "/", 1) if in_cache else None
+
+
 def check_not_source(out: Path, name: str) -> None:
     """Refuse to write a converted model over the model that it comes from.
 
