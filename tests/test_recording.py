@@ -254,7 +254,8 @@ def test_several_at_once_lose_nothing(made: Path, monkeypatch: pytest.MonkeyPatc
     place, asked = recordable(str(made)), {"data": None}
 
     def put(number: int) -> None:
-        record(place, DriftScores(f"{number}", 1, 1.0, 0.0, 0.0, None, None, 0, options=asked))
+        numbers = (1, 1.0, 0.0, 0.0, None, None, 0)
+        record(place, DriftScores(f"{number}", *numbers, baseline="another", options=asked))
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(put, range(12)))
