@@ -58,7 +58,7 @@ def score(given: argparse.Namespace, task: str, way: str, seed: int) -> dict[str
             limit=given.examples,
             overwrite=True,
         )
-        kept.write_text(json.dumps(next(iter(report.scores[-1].values()))))
+        kept.write_text(json.dumps(report.scores[-1]["validation"]))
         shutil.rmtree(out)
     return {k: v for k, v in json.loads(kept.read_text()).items() if isinstance(v, float)}
 
