@@ -4,7 +4,7 @@
 
 Writes finetuning.json. MODEL is fine-tuned on every task with every seed as it is, with identities
 inserted before the softmax (P_l), after it (P_w) and at both places, by the same steps on the same
-examples. Scores are of the validation splits; the differences to the original are of the same seed.
+examples. Scores are of the validation splits; differences are to the first way, of the same seed.
 Models are not kept; scores stay in DIR, so that a run that was stopped goes on.
 """
 
@@ -69,7 +69,8 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--data", required=True)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--task", nargs="+", default=["mrpc", "stsb"])
+    parser.add_argument("--task", nargs="+", default=["sst2", "cola"])
+    parser.add_argument("--way", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--examples", type=int, help="to train on, at most (default: all)")
@@ -80,7 +81,7 @@ def main() -> None:
     rows = []
     for task in given.task:
         before: list[dict[str, float]] = []
-        for way in WAYS:
+        for way in given.way:
             found = [score(given, task, way, seed) for seed in range(given.seeds)]
             before = before or found
             row: dict[str, Any] = {"task": task, "way": way, "scores": found}
