@@ -291,7 +291,7 @@ def test_terms_of_tokens_are_small_and_of_the_seed() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("projections", ["logits", "weights"])
+@pytest.mark.parametrize("projections", ["weights", "both"])
 def test_other_kernels_are_refused_where_probabilities_are_mixed(projections: str) -> None:
     tiny = TINY["bert"]
     model = tiny.build()

@@ -25,6 +25,7 @@ from collabify import convert, find_attention, storage
 
 SENTENCES = ["A cat.", "The quick brown fox jumps over the lazy dog, who was dreaming of rabbits."]
 WORKS = "pip install 'collabify[works]'"
+P_L = {"method": "talking-heads", "projections": "logits"}
 AO = "pip install 'collabify[torchao]', as make newest does"
 
 
@@ -339,7 +340,7 @@ def test_torch_compile_of_a_real_model(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("options", [{}, {"channels": "all"}, {"method": "tucker"}])
+@pytest.mark.parametrize("options", [{}, {"channels": "all"}, {"method": "tucker"}, P_L])
 def test_flex_attention(
     folder: tuple[Path, Path], options: dict[str, str], batch: dict[str, Tensor]
 ) -> None:
