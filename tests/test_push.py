@@ -57,7 +57,7 @@ def test_it_pushes_all_that_belongs_to_the_model_in_one_commit(hub: Hub, folder:
     assert not hub.repos[NAME].private
     assert "Left out: .env, checkpoint-1/optimizer.pt, notes.txt." in outcome.stdout
     assert f"Pushed: {hub.url}/{NAME}" in outcome.stdout
-    assert f"AutoModel.from_pretrained('{NAME}')" in outcome.stdout
+    assert f"AutoModelForSequenceClassification.from_pretrained('{NAME}')" in outcome.stdout
 
 
 def test_the_card_is_valid_and_says_nothing_of_this_machine(hub: Hub, folder: Path) -> None:

@@ -89,19 +89,23 @@ def push(
             "files": found.sizes,
             "left_out": list(found.left_out),
         }
-        record |= {"card": found.card, "readme": _readme(found), "pushed": None}
+        record |= {"card": found.card, "readme": _text(found, "README.md"), "pushed": None}
         typer.echo(dumps(record | ({} if pushed is None else {"pushed": asdict(pushed)}), indent=2))
     else:
         _print(found, pushed)
 
 
-def _readme(found: "Package") -> str:
-    content = found.files["README.md"]
+def _text(found: "Package", name: str) -> str:
+    content = found.files[name]
     text = content if isinstance(content, bytes) else content.read_bytes()
     return text.decode("utf-8", errors="replace")
 
 
 def _print(found: "Package", pushed: "Pushed | None") -> None:
+    from json import loads
+
+    from collabify.modelcard import auto_class
+
     print_table(("file", "bytes"), [(name, f"{size:,}") for name, size in found.sizes.items()])
     if found.left_out:
         typer.echo(f"Left out: {', '.join(found.left_out)}.")
@@ -109,7 +113,7 @@ def _print(found: "Package", pushed: "Pushed | None") -> None:
     if pushed is None:
         typer.echo("Dry run: nothing was sent. README.md:")
         typer.echo("")
-        typer.echo(_readme(found))
+        typer.echo(_text(found, "README.md"))
         return
     if pushed.deleted:
         typer.echo(f"Deleted there, of an earlier push: {', '.join(pushed.deleted)}.")
@@ -119,5 +123,6 @@ def _print(found: "Package", pushed: "Pushed | None") -> None:
     typer.echo(f"Pushed: {pushed.url}")
     typer.echo("")
     typer.echo("    import collabify")
-    typer.echo("    from transformers import AutoModel")
-    typer.echo(f"    model = AutoModel.from_pretrained({pushed.repo!r})")
+    cls = auto_class(loads(_text(found, "config.json")))
+    typer.echo(f"    from transformers import {cls}")
+    typer.echo(f"    model = {cls}.from_pretrained({pushed.repo!r})")
