@@ -31,9 +31,7 @@ ENTAILMENT = ("entailment", "not_entailment")
 LABELS = [0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1]
 
 
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+pytestmark = pytest.mark.usefixtures("offline")
 
 
 def test_drift_of_a_model_from_itself_is_nothing(tmp_path: Path) -> None:

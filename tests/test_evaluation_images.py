@@ -28,9 +28,7 @@ ENTAILMENT = ("entailment", "not_entailment")
 LABELS = [0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1]
 
 
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+pytestmark = pytest.mark.usefixtures("offline")
 
 
 # Images: class n is a picture of one brightness; the head of the model below reads that.
