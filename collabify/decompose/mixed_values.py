@@ -86,4 +86,4 @@ def fit_mixed_values(
         forms.output_bias + before - after,
         mixing=mixing,
     )
-    return factors, found.relative_error
+    return factors.balanced(), found.relative_error

@@ -106,6 +106,22 @@ class ValueFactors:
             bias = bias + self.output_bias
         return maps, bias
 
+    def balanced(self) -> "ValueFactors":
+        """The same outputs, with rows of values and columns of outputs of equal length.
+
+        Training takes steps of one size in both. A channel without values or outputs stays.
+        """
+        tiny = torch.finfo(self.value.dtype).tiny
+        lengths = self.value.norm(dim=1), self.output.norm(dim=0)
+        known = (lengths[0] > tiny) & (lengths[1] > tiny)
+        scale = torch.where(known, (lengths[1] / lengths[0].clamp(min=tiny)).sqrt(), 1)
+        return replace(
+            self,
+            value=self.value * scale[:, None],
+            bias=None if self.bias is None else self.bias * scale,
+            output=self.output / scale.clamp(min=tiny),
+        )
+
     def to(self, target: torch.dtype | torch.device) -> "ValueFactors":
         """The same in another dtype or on another device."""
         stays = isinstance(target, torch.dtype)
@@ -166,7 +182,8 @@ def fit_values(
     factors = ValueFactors(
         turned @ forms.value.flatten(0, 1), bias, refitted.T, output_bias, read, rows
     )
-    return factors, float((lost.clamp(min=0) / total).sqrt()) if total > 0 else 0.0
+    error = float((lost.clamp(min=0) / total).sqrt()) if total > 0 else 0.0
+    return factors.balanced(), error
 
 
 def value_strengths(forms: ValueForms, contexts: Moments | None) -> Float[Tensor, "c"]:
