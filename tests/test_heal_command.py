@@ -117,8 +117,9 @@ def test_heal_out_leaves_the_model_and_prints_only_json(folders: tuple[Path, Pat
 def test_heal_that_wins_nothing_writes_nothing(folders: tuple[Path, Path]) -> None:
     _, out = folders
     before = contents(out)
-    outcome = run("heal", out, *STEPS, "--learning-rate", 1e3)
+    outcome = run("heal", out, *STEPS, "--learning-rate", 1e8)
     assert outcome.exit_code == 0, outcome.stderr
+    assert re.search(r"Went back \w+( times)? to the best .*rate 1e\+08 was too", outcome.stdout)
     assert "Nothing was won" in outcome.stdout
     assert f"{out} is as it was." in outcome.stdout
     assert contents(out) == before

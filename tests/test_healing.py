@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import collabify
 from collabify.drift import measure_drift
 from collabify.errors import NonFiniteError
+from collabify.healing import training
 from collabify.healing.loss import batch_loss, relative, squares
 
 
@@ -117,7 +118,7 @@ def test_a_learning_rate_that_diverges_leaves_the_model_as_it_was() -> None:
     before = values(converted)
     storage = [parameter.data_ptr() for parameter in converted.parameters()]
     report = collabify.heal(
-        converted, original, calibration=seen, **FAST | {"learning_rate": 1e3, "steps": 12}
+        converted, original, calibration=seen, **FAST | {"learning_rate": 1e8, "steps": 6}
     )
     assert not report.kept
     assert report.best_step == 0
@@ -126,6 +127,53 @@ def test_a_learning_rate_that_diverges_leaves_the_model_as_it_was() -> None:
     assert max(loss for _, loss in report.curve) > 2 * report.loss_before
     assert equal(before, values(converted))
     assert storage == [parameter.data_ptr() for parameter in converted.parameters()]
+
+
+def test_a_learning_rate_that_is_too_high_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the run wins what it would lose at the rate that was asked for."""
+    high: dict[str, Any] = FAST | {"learning_rate": 1.0, "steps": 40}
+    reports = {}
+    for lower in (training.LOWER, 1.0):
+        monkeypatch.setattr(training, "LOWER", lower)
+        converted, original, seen = pair()
+        reports[lower] = collabify.heal(converted, original, calibration=seen, **high)
+    lowered, same = reports.values()
+    assert 1 <= lowered.went_back < same.went_back
+    assert lowered.kept
+    assert lowered.loss_after < 0.9 * lowered.loss_before
+    assert lowered.loss_after < same.loss_after
+
+
+def test_going_back_is_to_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values, rate and direction; the last judgement changes nothing."""
+    converted, original, seen = pair()
+    found = iter([(1.0, 1.0), (0.6, 0.6), (1.2, 1.2), (float("nan"), 1.0), (1.1, 1.1)])
+    monkeypatch.setattr(training, "held_out_loss", lambda *_: next(found))
+    rates, weights = [], []
+    step = torch.optim.Adam.step
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        rates.append(self.param_groups[0]["lr"])
+        weights.append([p.detach().clone() for p in self.param_groups[0]["params"]])
+        averages = [state["exp_avg"].abs().max() for state in self.state.values()]
+        assert not averages or (max(averages) == 0) == (len(rates) in (3, 4))
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", watched)
+    report = collabify.heal(converted, original, calibration=seen, **FAST | {"steps": 4})
+    plain = torch.optim.lr_scheduler.OneCycleLR(
+        torch.optim.SGD([torch.zeros(1)]), FAST["learning_rate"], total_steps=4
+    )
+    expected = [float(plain.get_last_lr()[0])]
+    for _ in range(3):
+        plain.optimizer.step()
+        plain.step()
+        expected.append(float(plain.get_last_lr()[0]))
+    scales = (1, 1, training.LOWER, training.LOWER**2)
+    assert rates == pytest.approx([a * b for a, b in zip(expected, scales, strict=True)])
+    assert all(map(torch.equal, weights[1], weights[2]))
+    assert all(map(torch.equal, weights[1], weights[3]))
+    assert (report.best_step, report.went_back) == (1, 2)
 
 
 def test_a_better_loss_with_a_worse_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +204,7 @@ def test_a_step_whose_last_layer_is_worse_than_the_start_is_not_the_best(
 def test_the_best_step_is_kept() -> None:
     converted, original, seen = pair()
     report = collabify.heal(
-        converted, original, calibration=seen, **FAST | {"learning_rate": 0.3, "steps": 10}
+        converted, original, calibration=seen, **FAST | {"learning_rate": 0.2, "steps": 10}
     )
     assert [step for step, _ in report.curve] == list(range(11))
     assert report.curve[0] == (0, report.loss_before)

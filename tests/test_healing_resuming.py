@@ -13,13 +13,18 @@ import collabify
 from collabify.errors import CheckpointError, CollabifyWarning, NonFiniteError, OutputError
 
 
-@pytest.mark.parametrize("step", [1, 7, 8, 20])
-def test_an_interrupted_run_goes_on_to_the_same_end(step: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("step", "rate"), [(1, 1e-2), (7, 1e-2), (8, 1e-2), (20, 1e-2), (4, 1.0), (5, 1.0), (11, 1.0)]
+)
+def test_an_interrupted_run_goes_on_to_the_same_end(step: int, rate: float, tmp_path: Path) -> None:
+    """Where the learning rate is too high and lowered, too."""
     whole, original, seen = pair()
-    expected = collabify.heal(whole, original, calibration=seen, **FAST)
+    same = FAST | {"learning_rate": rate}
+    expected = collabify.heal(whole, original, calibration=seen, **same)
+    assert (expected.went_back > 0) == (rate == 1.0)
     converted, _, _ = pair()
     before, state = values(converted), tmp_path / ".state"
-    options: dict[str, Any] = {"calibration": seen, "state": state} | FAST
+    options: dict[str, Any] = {"calibration": seen, "state": state} | same
     with pytest.raises(KeyboardInterrupt, match=f"after step {step} of 20; .*same command again"):
         collabify.heal(converted, original, progress=interrupt_after(step), **options)
     assert equal(before, values(converted))
@@ -29,7 +34,7 @@ def test_an_interrupted_run_goes_on_to_the_same_end(step: int, tmp_path: Path) -
     )
     assert report.resumed_at == step
     assert steps == list(range(step + 1, 21))
-    assert report.curve == expected.curve
+    assert (report.curve, report.went_back) == (expected.curve, expected.went_back)
     assert (report.drift_after, report.best_step) == (expected.drift_after, expected.best_step)
     assert equal(values(whole), values(converted))
 

@@ -24,31 +24,22 @@ from collabify.storage import load, quiet, versions
 SHARES = (2, 3, 4)  # D/2, D/3, D/4
 
 
-def batches(name: str, model: str, glue: str) -> tuple[list[Any], list[Any]]:
-    """Ready batches to calibrate on, and held-out ones."""
+def batches(
+    name: str, model: str, glue: str, *, most: int = 256, size: int = 16
+) -> tuple[list[Any], list[Any]]:
+    """Ready batches to calibrate on, of ``most`` texts at most, and held-out ones."""
     if name == "dinov2-small":
         return tuple(
-            [{"pixel_values": part} for part in pixels.split(16)] for pixels in photographs()
+            [{"pixel_values": part} for part in pixels.split(size)] for pixels in photographs()
         )
     texts = premises(glue) if name == "minilm-l6" else reactions()
     tokenizer = AutoTokenizer.from_pretrained(model)
+    options = {"padding": True, "truncation": True, "max_length": 128, "return_tensors": "pt"}
     made = []
-    for part, most in zip(texts, (256, 192), strict=True):
-        rows = sorted(part[:most], key=len)
-        made.append(
-            [
-                dict(
-                    tokenizer(
-                        rows[start : start + 16],
-                        padding=True,
-                        truncation=True,
-                        max_length=128,
-                        return_tensors="pt",
-                    )
-                )
-                for start in range(0, len(rows), 16)
-            ]
-        )
+    for part, limit in zip(texts, (most, 192), strict=True):
+        rows = sorted(part[:limit], key=len)
+        starts = range(0, len(rows), size)
+        made.append([dict(tokenizer(rows[at : at + size], **options)) for at in starts])
     return made[0], made[1]
 
 

@@ -5,8 +5,8 @@
 Writes values.json; rows of models that are not named stay. NAME is minilm-l6 or dinov2-small.
 Values and outputs at 3/4 and 1/2 of their channels, queries and keys exact (head-svd of full
 width), with the weights alone, with as many channels for every head, and with channels chosen
-across heads; and both sides at once, at half of the queries and keys. Measured on input that was
-not calibrated on. Latency is that of the whole model over the original's on one held-out batch,
+across heads; and both sides at once, at half of the queries and keys. Healed on up to 1024 texts, or
+on the photographs that were calibrated on. Measured on other input. Latency is that of the whole model over the original's on one held-out batch,
 interleaved, one thread.
 """
 
@@ -43,6 +43,12 @@ def ways(config: Any, dv: int) -> dict[str, dict[str, Any]]:
     }
 
 
+def reading(batches: list[Any]) -> dict[str, Any]:
+    """All of the batches, as an option."""
+    samples = sum(len(next(iter(batch.values()))) for batch in batches)
+    return {"calibration": batches, "samples": samples}
+
+
 def ratio(original: Any, model: Any, batch: Any, rounds: int = 9) -> float:
     """Median of one pass over the other."""
     found = []
@@ -62,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="+", metavar="NAME=MODEL")
     parser.add_argument("--glue", required=True)
-    parser.add_argument("--heal", type=int, default=50, metavar="STEPS")
+    parser.add_argument("--heal", type=int, default=100, metavar="STEPS")
     given = parser.parse_args()
     quiet()
     torch.set_num_threads(1)
@@ -74,19 +80,19 @@ def main() -> None:
     for name, folder in (pair.split("=", 1) for pair in given.models):
         original, _ = load(folder)
         seen, held_out = batches(name, folder, given.glue)
-        samples = sum(len(next(iter(batch.values()))) for batch in seen)
+        healing, _ = batches(name, folder, given.glue, most=1024, size=32)
         for share, (part, of) in SHARES.items():
             dv = part * original.config.hidden_size // of
             for way, options in ways(original.config, dv).items():
                 model = copy.deepcopy(original)
-                reading: dict[str, Any] = {"calibration": seen, "samples": samples}
-                report = collabify.convert(model, **reading | options)
+                report = collabify.convert(model, **reading(seen) | options)
                 row = {"model": name, "share": share, "way": way}
                 row["kept_attention"] = report.attention.kept
                 row["hidden_cosine"] = measure_drift(original, model, held_out).hidden_cosine
                 row["latency"] = ratio(original, model, held_out[0])
                 if given.heal and way.startswith("across heads"):
-                    collabify.heal(model, original, steps=given.heal, **reading)
+                    found = collabify.heal(model, original, steps=given.heal, **reading(healing))
+                    row["went_back"] = found.went_back
                     row["healed"] = measure_drift(original, model, held_out).hidden_cosine
                     row["heal_steps"] = given.heal
                 rows.append(row)

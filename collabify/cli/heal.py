@@ -203,6 +203,10 @@ def _print(report: "HealingReport", target: Path, calibration: str, *, written: 
         f"{report.steps} steps{resumed}, {report.seconds:.0f} seconds, "
         f"{report.parameters:,} parameters, on {report.calibration}."
     )
+    if report.went_back:
+        rate = report.options["learning_rate"]
+        times = "once" if report.went_back == 1 else f"{report.went_back} times"
+        typer.echo(f"Went back {times} to the best so far: --learning-rate {rate:g} was too high.")
     if not report.kept:
         typer.echo("Nothing was won: no step was better on held-out samples. The model stays.")
     else:

@@ -4,9 +4,10 @@
 
 Only what the conversion made is trained (shared queries and keys with their content rows, mixing,
 cores, and values and outputs where it reduced them), so that the hidden states ``h~`` after every
-layer follow those of the original, ``h``, on text or images that nobody has labelled. The step that
-is best on held-out data is kept, and if none is better than the start, the model is left bit for
-bit as it was.
+layer follow those of the original, ``h``, on text or images that nobody has labelled. Where the
+loss on held-out data gets worse than at the start, training goes back to the best so far and on at
+a quarter of the learning rate. The step that is best is kept, and if none is better than the start,
+the model is left bit for bit as it was.
 
 Axes: l layer, t real token of all sequences of a batch.
 """
@@ -77,7 +78,7 @@ def heal(
     steps, batch_size
         Steps of Adam, and samples that a process reads in each. Ready batches stay as they are.
     learning_rate
-        The peak of one cycle.
+        The peak of one cycle, to begin with; lowered where it turns out to be too high.
     seed
         Of the samples and of the order of the batches.
     processor
@@ -146,6 +147,7 @@ def heal(
         drift_before=drifts[0],
         drift_after=drifts[1] if kept else drifts[0],
         curve=tuple(run.curve),
+        went_back=run.went_back,
         parameters=sum(parameter.numel() for parameter in trained),
         calibration=data.description,
         options=options,

@@ -36,6 +36,8 @@ class Run:
         What the last layer's part of the loss may be at most: what it was at the start.
     curve
         Steps and the loss on held-out data after them.
+    went_back
+        How often it went back to the best, since it had gone astray.
     resumed_at
         The step where an interrupted run was taken up, or ``None``.
     """
@@ -48,6 +50,7 @@ class Run:
     torn: bool = False
     limit: float = float("inf")
     curve: list[tuple[int, float]] = field(default_factory=list)
+    went_back: int = 0
     resumed_at: int | None = None
 
     def __post_init__(self) -> None:
@@ -73,6 +76,11 @@ class Run:
         """The last step that was judged; -1: none."""
         return self.curve[-1][0] if self.curve else -1
 
+    @property
+    def astray(self) -> bool:
+        """Whether the last judgement is worse than the start's; NaN is."""
+        return not self.curve[-1][1] <= self.curve[0][1]
+
     def restore(self) -> None:
         """Give the parameters the values that they had; nothing is better than the start."""
         put(self.start, self.trained)
@@ -86,6 +94,7 @@ class Run:
             "best": tuple(self.best),
             "limit": self.limit,
             "curve": self.curve,
+            "went_back": self.went_back,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -94,3 +103,4 @@ class Run:
         self.step = self.resumed_at = state["step"]
         self.best = Best(*state["best"])
         self.limit, self.curve = state["limit"], state["curve"]
+        self.went_back = state["went_back"]

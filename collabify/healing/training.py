@@ -1,4 +1,9 @@
-"""The steps of healing: Adam on one cycle, judged on held-out data now and then."""
+"""The steps of healing: Adam on one cycle, judged on held-out data now and then.
+
+No learning rate suits every model: weights differ in size, and layers in how they pass errors on.
+Where the loss on held-out data is above the start's, the run goes back to the best that it found
+and on from there, with a quarter of the learning rate.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from math import isfinite
@@ -18,6 +23,7 @@ from collabify.healing.run import Run
 from collabify.healing.store import Store
 
 EVALUATIONS = 10  # on held-out data, evenly over the steps
+LOWER = 0.25  # what the learning rate is multiplied by where it was too high
 
 Progress = Callable[[str, int, int, str], None]
 
@@ -62,6 +68,8 @@ def train(
         every = max(1, run.steps // EVALUATIONS)
         if (run.step % every == 0 or run.step == run.steps) and run.judged < run.step:
             run.judge(*held_out_loss(student, teacher, data.held_out, accelerator))
+            if run.astray and run.step < run.steps:
+                _go_back(run, stepped[0])
             if store is not None and run.step > 0:
                 store.save()
 
@@ -87,6 +95,22 @@ def _optimizer(run: Run) -> tuple[torch.optim.Optimizer, torch.optim.lr_schedule
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(
         optimizer, run.learning_rate, total_steps=max(run.steps, 2)
     )
+
+
+def _go_back(run: Run, optimizer: Any) -> None:
+    """Go on from the best so far, at a lower learning rate.
+
+    What Adam knows of the gradients' size stays, what it knows of their direction does not.
+    """
+    run.torn = True
+    put(run.best.values, run.trained)
+    for group in optimizer.param_groups:
+        for name in ("lr", "initial_lr", "max_lr", "min_lr"):  # what OneCycleLR reads
+            group[name] *= LOWER
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+    run.went_back += 1
+    run.torn = False
 
 
 def _batches(run: Run, batches: Sequence[Batch], accelerator: Accelerator) -> Iterator[Batch]:
