@@ -5,9 +5,9 @@
 Writes values.json; rows of models that are not named stay. NAME is minilm-l6 or dinov2-small.
 Values and outputs at 3/4 and 1/2 of their channels, queries and keys exact (head-svd of full
 width), with the weights alone, with as many channels for every head, and with channels chosen
-across heads; and both sides at once, at half of the queries and keys. Healed on up to 1024 texts, or
-on the photographs that were calibrated on. Measured on other input. Latency is that of the whole model over the original's on one held-out batch,
-interleaved, one thread.
+across heads; and both sides at once, at half of the queries and keys. Healed on up to 1024 texts,
+or on the photographs that were calibrated on. Measured on other input. Latency is that of the whole
+model over the original's on one held-out batch, interleaved, one thread.
 """
 
 import argparse
