@@ -49,7 +49,7 @@ def reading(batches: list[Any]) -> dict[str, Any]:
     return {"calibration": batches, "samples": samples}
 
 
-def ratio(original: Any, model: Any, batch: Any, rounds: int = 9) -> float:
+def ratio(original: Any, model: Any, batch: Any, rounds: int = 25) -> float:
     """Median of one pass over the other."""
     found = []
     for _ in range(rounds + 1):
