@@ -46,7 +46,8 @@ def heal(
         int, typer.Option(metavar="B", help="Samples that a process reads in a step.")
     ] = 32,
     learning_rate: Annotated[
-        float, typer.Option(metavar="R", help="The peak of one cycle, lowered where it is too high.")
+        float,
+        typer.Option(metavar="R", help="The peak of one cycle, lowered where it is too high."),
     ] = 1e-3,
     seed: options.Seed = 0,
     device: options.Device = None,
