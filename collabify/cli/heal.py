@@ -47,7 +47,7 @@ def heal(
     ] = 32,
     learning_rate: Annotated[
         float,
-        typer.Option(metavar="R", help="The peak of one cycle, lowered where it is too high."),
+        typer.Option(metavar="R", help="The peak of one cycle; lowered where too high."),
     ] = 1e-3,
     seed: options.Seed = 0,
     device: options.Device = None,
