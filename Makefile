@@ -19,7 +19,7 @@ lint: .venv/dev
 	$(BIN)/mypy
 
 slow: .venv/dev
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -n0 -m slow
 
 # Both ends of what is supported, each in an environment of its own: make matrix, or
 # make lowest PYTHON=python3.11; make newest PYTHON=python3.14

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from collabify.errors import OptionError, OutputError
-from collabify.results import ConversionReport, LayerReport
+from collabify.results import ConversionReport, HealingReport, LayerReport
 from collabify.spectra import AnalysisReport, LayerSpectra, Spectrum, directions
 
 if TYPE_CHECKING:
@@ -124,6 +124,16 @@ def parameter_table(report: ConversionReport) -> tuple[list[str], list[list[str]
         ("model", report.model),
     )
     return heads, [[n, f"{c.before:,}", f"{c.after:,}", f"{c.kept:.1%}"] for n, c in named]
+
+
+def went_back(report: HealingReport) -> str:
+    """Say that the learning rate was lowered, and why."""
+    steps = ", ".join(map(str, report.went_back))
+    return (
+        f"After step {steps} healing went back to the best so far, each time with a quarter of the "
+        f"learning rate ({report.options['learning_rate']:g} at first): the loss was above the "
+        "start's."
+    )
 
 
 def check_figure_path(path: Path) -> None:

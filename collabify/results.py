@@ -215,8 +215,8 @@ class HealingReport:
     curve
         Steps and the loss on held-out samples after them.
     went_back
-        How often a loss above the start's was met by going back to the best so far, and on from
-        there at a quarter of the learning rate.
+        The steps after which the loss was above the start's, so that training went back to the best
+        so far, and on from there at a quarter of the learning rate.
     parameters
         How many were trained.
     calibration
@@ -239,7 +239,7 @@ class HealingReport:
     drift_before: Drift
     drift_after: Drift
     curve: tuple[tuple[int, float], ...]
-    went_back: int
+    went_back: tuple[int, ...]
     parameters: int
     calibration: str
     options: dict[str, Any] = field(default_factory=dict)

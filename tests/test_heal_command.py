@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def test_heal_replaces_the_model_and_keeps_what_lies_beside_it(folders: tuple[Pa
     assert healing["teacher"] == str(source)
     assert healing["loss_after"] < healing["loss_before"]
     assert healing["options"]["seed"] == 0
-    assert healing["versions"]["torch"] == torch.__version__
+    assert healing["versions"]["torch"] == version("torch")
     assert [path.name for path in out.parent.iterdir() if path.name.startswith(".")] == []
     healed = AutoModel.from_pretrained(out)
     read = {"samples": 32, "max_length": 12, "batch_size": 8, "processor": str(out)}
@@ -119,7 +120,8 @@ def test_heal_that_wins_nothing_writes_nothing(folders: tuple[Path, Path]) -> No
     before = contents(out)
     outcome = run("heal", out, *STEPS, "--learning-rate", 1e8)
     assert outcome.exit_code == 0, outcome.stderr
-    assert re.search(r"Went back \w+( times)? to the best .*rate 1e\+08 was too", outcome.stdout)
+    said = " ".join(outcome.stdout.split())
+    assert re.search(r"After step \d[\d, ]* healing went back .*rate \(1e\+08 at first\)", said)
     assert "Nothing was won" in outcome.stdout
     assert f"{out} is as it was." in outcome.stdout
     assert contents(out) == before
@@ -202,6 +204,7 @@ def test_two_processes_share_the_work(folders: tuple[Path, Path]) -> None:
     # With --cpu accelerate starts a second process by mpirun only; heal is on the CPU anyhow.
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
     command += ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    command += ["--main_process_port", "0"]
     command += ["-m", "collabify", "heal", str(out), *map(str, STEPS), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -139,7 +139,7 @@ def test_a_learning_rate_that_is_too_high_is_lowered(monkeypatch: pytest.MonkeyP
         converted, original, seen = pair()
         reports[lower] = collabify.heal(converted, original, calibration=seen, **high)
     lowered, same = reports.values()
-    assert 1 <= lowered.went_back < same.went_back
+    assert 1 <= len(lowered.went_back) < len(same.went_back)
     assert lowered.kept
     assert lowered.loss_after < 0.9 * lowered.loss_before
     assert lowered.loss_after < same.loss_after
@@ -174,7 +174,7 @@ def test_going_back_is_to_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> No
     assert rates == pytest.approx([a * b for a, b in zip(expected, scales, strict=True)])
     assert all(map(torch.equal, weights[1], weights[2]))
     assert all(map(torch.equal, weights[1], weights[3]))
-    assert (report.best_step, report.went_back) == (1, 2)
+    assert (report.best_step, report.went_back) == (1, (2, 3))
 
 
 def test_a_better_loss_with_a_worse_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,10 +228,45 @@ def test_a_loss_that_is_not_finite_names_the_step(monkeypatch: pytest.MonkeyPatc
         return relative(sums) * (float("nan") if sums.requires_grad and len(calls) > 4 else 1.0)
 
     monkeypatch.setattr("collabify.healing.loss.relative", broken)
-    with pytest.raises(NonFiniteError, match=r"The loss is nan at step 3 of 20; .*as it was"):
+    with pytest.raises(NonFiniteError, match=r"The loss is nan at step 4 of 20, .*as it was"):
         collabify.heal(converted, original, calibration=seen, **FAST)
     assert equal(before, values(converted))
     assert all(p.requires_grad for p in converted.parameters())
+
+
+def test_a_held_out_loss_that_is_not_finite_stops_it_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    converted, original, seen = pair()
+    monkeypatch.setattr(training, "held_out_loss", lambda *_: (float("inf"), 1.0))
+    with pytest.raises(NonFiniteError, match="loss is inf on held-out samples, before the first"):
+        collabify.heal(converted, original, calibration=seen, **FAST)
+
+
+@pytest.mark.parametrize("what", ["gradient", "loss"])
+def test_what_overflows_once_is_undone(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it stays in Adam."""
+    converted, original, seen = pair()
+    step, count = torch.optim.Adam.step, []
+
+    def gradient(self: Any, *args: Any, **kwargs: Any) -> Any:
+        count.append(1)
+        for parameter in self.param_groups[0]["params"] if len(count) == 5 else ():
+            parameter.grad.view(-1)[0] = float("nan")
+        return step(self, *args, **kwargs)
+
+    def loss(*args: Any) -> Tensor:
+        count.append(1)
+        return batch_loss(*args) * (float("inf") if len(count) == 5 else 1)
+
+    if what == "gradient":
+        monkeypatch.setattr(torch.optim.Adam, "step", gradient)
+    else:
+        monkeypatch.setattr(training, "batch_loss", loss)
+    report = collabify.heal(converted, original, calibration=seen, **FAST)
+    assert len(report.went_back) == 1
+    assert report.best_step > 6
+    assert report.loss_after < 0.9 * report.loss_before
 
 
 def test_the_same_seed_gives_the_same_model() -> None:

@@ -11,6 +11,7 @@ from healing_cases import FAST, equal, interrupt_after, pair, values
 
 import collabify
 from collabify.errors import CheckpointError, CollabifyWarning, NonFiniteError, OutputError
+from collabify.healing import training
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,7 @@ def test_an_interrupted_run_goes_on_to_the_same_end(step: int, rate: float, tmp_
     whole, original, seen = pair()
     same = FAST | {"learning_rate": rate}
     expected = collabify.heal(whole, original, calibration=seen, **same)
-    assert (expected.went_back > 0) == (rate == 1.0)
+    assert bool(expected.went_back) == (rate == 1.0)
     converted, _, _ = pair()
     before, state = values(converted), tmp_path / ".state"
     options: dict[str, Any] = {"calibration": seen, "state": state} | same
@@ -36,6 +37,40 @@ def test_an_interrupted_run_goes_on_to_the_same_end(step: int, rate: float, tmp_
     assert steps == list(range(step + 1, 21))
     assert (report.curve, report.went_back) == (expected.curve, expected.went_back)
     assert (report.drift_after, report.best_step) == (expected.drift_after, expected.best_step)
+    assert equal(values(whole), values(converted))
+
+
+@pytest.mark.parametrize("where", ["judge", "put", "killed"])
+def test_an_interruption_while_going_back_changes_nothing(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it, in the middle of it, or a kill one step after it."""
+    whole, original, seen = pair()
+    same = FAST | {"learning_rate": 0.15}
+    expected = collabify.heal(whole, original, calibration=seen, **same)
+    converted, _, _ = pair()
+    options: dict[str, Any] = {"calibration": seen, "state": tmp_path / ".state"} | same
+    first, put = expected.went_back[0], training.put
+    assert first > 2, "there is a state before it"
+
+    def broken(*arguments: Any) -> None:
+        if where == "put":
+            put(*(each[:1] for each in arguments))
+        raise KeyboardInterrupt
+
+    def killed(_stage: str, done: int, *_: Any) -> None:
+        if done == first + 1:
+            raise SystemExit
+
+    with monkeypatch.context() as patch:
+        if where != "killed":
+            patch.setattr(training, "put" if where == "put" else "_go_back", broken)
+        progress = killed if where == "killed" else None
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            collabify.heal(converted, original, progress=progress, **options)
+    report = collabify.heal(converted, original, **options)
+    assert report.resumed_at is not None
+    assert (report.curve, report.went_back) == (expected.curve, expected.went_back)
     assert equal(values(whole), values(converted))
 
 
@@ -171,7 +206,7 @@ def test_a_loss_that_is_not_finite_leaves_no_state(
             assert state.is_dir()
             monkeypatch.setattr("collabify.healing.loss.relative", lambda sums: sums.sum() / 0)
 
-    with pytest.raises(NonFiniteError, match="at step 6 of 20"):
+    with pytest.raises(NonFiniteError, match="at step 7 of 20"):
         collabify.heal(
             converted, original, calibration=seen, state=state, progress=progress, **FAST
         )

@@ -100,13 +100,19 @@ def test_values_and_outputs_are_equally_long(values: ValueForms, attended: Tenso
             assert_close(factors.value.norm(dim=1), factors.output.norm(dim=0), "recovered")
 
 
-def test_a_channel_that_says_nothing_stays_as_it_is(generator: torch.Generator) -> None:
-    """Halves that are both zero could never be trained."""
-    value, output = randn(generator, 3, INPUT), randn(generator, OUTPUT, 3)
-    value[0], output[:, 1] = 0, 0
-    factors = ValueFactors(value, None, output, None).balanced()
-    assert torch.equal(factors.value[:2], value[:2])
-    assert torch.equal(factors.output[:, :2], output[:, :2])
+@pytest.mark.parametrize("channels", [12, HEADS * WIDTH])
+def test_a_channel_that_says_nothing_can_be_trained(
+    channels: int, values: ValueForms, attended: Tensor
+) -> None:
+    """Halves that are both zero could not."""
+    output = values.output.clone()
+    output[1] = 0
+    seen = moments(contexts(values, attended))
+    factors, _ = fit_values(replace(values, output=output), seen, channels, has_bias=True)
+    lengths = factors.value.norm(dim=1)
+    silent = factors.output.norm(dim=0) < 1e-6 * lengths
+    assert silent.sum() >= channels - 2 * WIDTH
+    assert lengths.min() > 1e-2 * lengths.max()
 
 
 @pytest.mark.parametrize("channels", [1, 4, 7, 11, 14])

@@ -92,7 +92,7 @@ def main() -> None:
                 row["latency"] = ratio(original, model, held_out[0])
                 if given.heal and way.startswith("across heads"):
                     found = collabify.heal(model, original, steps=given.heal, **reading(healing))
-                    row["went_back"] = found.went_back
+                    row["went_back"] = len(found.went_back)
                     row["healed"] = measure_drift(original, model, held_out).hidden_cosine
                     row["heal_steps"] = given.heal
                 rows.append(row)

@@ -236,7 +236,7 @@ def _channels(given: str | None) -> "int | Literal['all'] | None":
 
 
 def _print(report: "ConversionReport", out: Path | None, calibration: str) -> None:
-    from collabify.report import conversion_table, parameter_table, percent
+    from collabify.report import conversion_table, parameter_table, percent, went_back
 
     print_table(*conversion_table(report), text=2)
     print_table(*parameter_table(report))
@@ -258,6 +258,8 @@ def _print(report: "ConversionReport", out: Path | None, calibration: str) -> No
         )
     elif healing is not None:
         typer.echo(f"Healing for {healing.steps} steps won nothing on held-out samples.")
+    if healing is not None and healing.went_back:
+        typer.echo(went_back(healing))
     if report.drift is not None:
         typer.echo(
             f"On held-out samples: hidden states agree to {report.drift.hidden_cosine:.4f} "

@@ -189,7 +189,7 @@ def _save(
 
 
 def _print(report: "HealingReport", target: Path, calibration: str, *, written: bool) -> None:
-    from collabify.report import percent
+    from collabify.report import percent, went_back
 
     old, new = report.drift_before, report.drift_after
     rows = [
@@ -205,9 +205,7 @@ def _print(report: "HealingReport", target: Path, calibration: str, *, written: 
         f"{report.parameters:,} parameters, on {report.calibration}."
     )
     if report.went_back:
-        rate = report.options["learning_rate"]
-        times = "once" if report.went_back == 1 else f"{report.went_back} times"
-        typer.echo(f"Went back {times} to the best so far: --learning-rate {rate:g} was too high.")
+        typer.echo(went_back(report))
     if not report.kept:
         typer.echo("Nothing was won: no step was better on held-out samples. The model stays.")
     else:

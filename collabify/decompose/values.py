@@ -32,6 +32,7 @@ STEP = 0.05  # share of the channels that go at once
 # Of the largest variance, 1 where nothing is dead. Turned contexts are divided by roots as small as
 # that of the eigenvalue floor, so that their Gram matrix is known to about 1e-9.
 RIDGE = 1e-7
+SILENT = 1e-6  # of what the channel that says most says
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,17 +110,19 @@ class ValueFactors:
     def balanced(self) -> "ValueFactors":
         """The same outputs, with rows of values and columns of outputs of equal length.
 
-        Training takes steps of one size in both. A channel without values or outputs stays.
+        Training takes steps of one size in both. A channel that says next to nothing stays, since
+        halves that are both zero could never be trained.
         """
         tiny = torch.finfo(self.value.dtype).tiny
         lengths = self.value.norm(dim=1), self.output.norm(dim=0)
-        known = (lengths[0] > tiny) & (lengths[1] > tiny)
-        scale = torch.where(known, (lengths[1] / lengths[0].clamp(min=tiny)).sqrt(), 1)
+        said = lengths[0] * lengths[1]
+        ratio = lengths[1] / lengths[0].clamp(min=tiny)
+        scale = torch.where(said > SILENT * said.max(), ratio.sqrt(), 1)
         return replace(
             self,
             value=self.value * scale[:, None],
             bias=None if self.bias is None else self.bias * scale,
-            output=self.output / scale.clamp(min=tiny),
+            output=self.output / scale,
         )
 
     def to(self, target: torch.dtype | torch.device) -> "ValueFactors":

@@ -4,8 +4,8 @@
 
 Only what the conversion made is trained (shared queries and keys with their content rows, mixing,
 cores, and values and outputs where it reduced them), so that the hidden states ``h~`` after every
-layer follow those of the original, ``h``, on text or images that nobody has labelled. Where the
-loss on held-out data gets worse than at the start, training goes back to the best so far and on at
+layer follow those of the original, ``h``, on text or images that nobody has labelled. Where this
+loss gets worse on held-out data than at the start, training goes back to the best so far and on at
 a quarter of the learning rate. The step that is best is kept, and if none is better than the start,
 the model is left bit for bit as it was.
 
@@ -103,7 +103,7 @@ def heal(
     AlreadyConvertedError
         Where the teacher was converted too.
     NonFiniteError
-        Where a weight or the loss is NaN or infinite.
+        Where a weight is NaN or infinite, or the loss though training is not to blame.
     OutputError
         Where ``state`` cannot be written.
 
@@ -147,7 +147,7 @@ def heal(
         drift_before=drifts[0],
         drift_after=drifts[1] if kept else drifts[0],
         curve=tuple(run.curve),
-        went_back=run.went_back,
+        went_back=tuple(run.went_back),
         parameters=sum(parameter.numel() for parameter in trained),
         calibration=data.description,
         options=options,

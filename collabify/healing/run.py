@@ -1,6 +1,7 @@
 """How far a run of healing is, and the best that it found."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,13 +32,13 @@ class Run:
     step
         Steps taken.
     torn
-        Whether a step is half taken, so that nothing may be saved.
+        Whether a change is half made, so that nothing may be saved.
     limit
         What the last layer's part of the loss may be at most: what it was at the start.
     curve
         Steps and the loss on held-out data after them.
     went_back
-        How often it went back to the best, since it had gone astray.
+        The steps after which it went back to the best, since it had gone astray.
     resumed_at
         The step where an interrupted run was taken up, or ``None``.
     """
@@ -50,7 +51,7 @@ class Run:
     torn: bool = False
     limit: float = float("inf")
     curve: list[tuple[int, float]] = field(default_factory=list)
-    went_back: int = 0
+    went_back: list[int] = field(default_factory=list)
     resumed_at: int | None = None
 
     def __post_init__(self) -> None:
@@ -76,9 +77,21 @@ class Run:
         """The last step that was judged; -1: none."""
         return self.curve[-1][0] if self.curve else -1
 
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """What is not to be saved half done; an interruption leaves it torn."""
+        self.torn = True
+        yield
+        self.torn = False
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the parameters are the start's, or the best just gone back to."""
+        return self.step in (0, *self.went_back[-1:])
+
     @property
     def astray(self) -> bool:
-        """Whether the last judgement is worse than the start's; NaN is."""
+        """Whether the last loss of all layers is above the start's; NaN is."""
         return not self.curve[-1][1] <= self.curve[0][1]
 
     def restore(self) -> None:

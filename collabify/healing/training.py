@@ -1,8 +1,8 @@
 """The steps of healing: Adam on one cycle, judged on held-out data now and then.
 
 No learning rate suits every model: weights differ in size, and layers in how they pass errors on.
-Where the loss on held-out data is above the start's, the run goes back to the best that it found
-and on from there, with a quarter of the learning rate.
+Where the loss on held-out data is above the start's, or a batch's is not finite, the run goes back
+to the best that it found and on from there, with a quarter of the learning rate.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -57,7 +57,7 @@ def train(
     Raises
     ------
     NonFiniteError
-        Where the loss is NaN or infinite.
+        Where the loss is NaN or infinite though the parameters are the start's or the best.
     """
     student, teacher = HiddenStates(student), HiddenStates(teacher)
     wrapped, *stepped = accelerator.prepare(student, *_optimizer(run))
@@ -67,9 +67,13 @@ def train(
     def judge() -> None:
         every = max(1, run.steps // EVALUATIONS)
         if (run.step % every == 0 or run.step == run.steps) and run.judged < run.step:
-            run.judge(*held_out_loss(student, teacher, data.held_out, accelerator))
-            if run.astray and run.step < run.steps:
-                _go_back(run, stepped[0])
+            found = held_out_loss(student, teacher, data.held_out, accelerator)
+            with run.changing():
+                run.judge(*found)
+                if run.step == 0:
+                    _refuse(found[0], run, store)
+                elif run.astray and run.step < run.steps:
+                    _go_back(run, stepped[0])
             if store is not None and run.step > 0:
                 store.save()
 
@@ -79,8 +83,9 @@ def train(
             with torch.enable_grad():  # whatever the caller set
                 loss = batch_loss(wrapped, teacher, batch)
             seen = float(cast(Tensor, accelerator.reduce(loss.detach(), "mean")))
-            _check_loss(seen, run, store)
-            _step(run, loss, stepped, accelerator)
+            if run.is_best:  # as good as it was on held-out data: no step is to blame
+                _refuse(seen, run, store)
+            _step(run, loss if isfinite(seen) else None, stepped, accelerator)
             if progress is not None:
                 progress("Healing", run.step, run.steps, f"loss {seen:.4f}")
             judge()
@@ -100,17 +105,17 @@ def _optimizer(run: Run) -> tuple[torch.optim.Optimizer, torch.optim.lr_schedule
 def _go_back(run: Run, optimizer: Any) -> None:
     """Go on from the best so far, at a lower learning rate.
 
-    What Adam knows of the gradients' size stays, what it knows of their direction does not.
+    What Adam knows of the gradients' size stays where it is finite; what it knows of their
+    direction does not.
     """
-    run.torn = True
     put(run.best.values, run.trained)
     for group in optimizer.param_groups:
         for name in ("lr", "initial_lr", "max_lr", "min_lr"):  # what OneCycleLR reads
             group[name] *= LOWER
     for state in optimizer.state.values():
         state["exp_avg"].zero_()
-    run.went_back += 1
-    run.torn = False
+        state["exp_avg_sq"].nan_to_num_(0, 0, 0)
+    run.went_back.append(run.step)
 
 
 def _batches(run: Run, batches: Sequence[Batch], accelerator: Accelerator) -> Iterator[Batch]:
@@ -130,29 +135,35 @@ def _batches(run: Run, batches: Sequence[Batch], accelerator: Accelerator) -> It
     return iter(accelerator.prepare(loader))
 
 
-def _check_loss(loss: float, run: Run, store: Store | None) -> None:
-    """Stop where going on, now or later, leads nowhere."""
+def _refuse(loss: float, run: Run, store: Store | None) -> None:
+    """Stop at a loss that is not finite, where going on, now or later, leads nowhere."""
     if isfinite(loss):
         return
     if store is not None:
         store.discard()
+    where = "on held-out samples, before the first step"
+    if run.curve and isfinite(run.curve[0][1]):
+        where = f"at step {run.step + 1} of {run.steps}, of the best parameters that were found"
     raise NonFiniteError(
-        f"The loss is {loss} at step {run.step + 1} of {run.steps}; it must be finite. "
-        f"The model is left as it was. Lower --learning-rate ({run.learning_rate:g})."
+        f"The loss is {loss} {where}; it must be finite. The model is left as it was. "
+        "Change what is read (--calibration, --seed)."
     )
 
 
-def _step(run: Run, loss: Tensor, stepped: Sequence[Any], accelerator: Accelerator) -> None:
-    """One step of optimizer and scheduler."""
+def _step(run: Run, loss: Tensor | None, stepped: Sequence[Any], accelerator: Accelerator) -> None:
+    """One step of optimizer and scheduler; without a loss, a step back."""
     optimizer, scheduler = stepped
     optimizer.zero_grad()
-    with torch.enable_grad():  # accelerate divides the loss first
-        accelerator.backward(loss)
-    run.torn = True
-    optimizer.step()
-    scheduler.step()
-    run.step += 1
-    run.torn = False
+    if loss is not None:
+        with torch.enable_grad():  # accelerate divides the loss first
+            accelerator.backward(loss)
+    with run.changing():
+        if loss is not None:
+            optimizer.step()
+        scheduler.step()
+        run.step += 1
+        if loss is None:
+            _go_back(run, optimizer)
 
 
 def _interruption(run: Run, store: Store | None) -> KeyboardInterrupt:

@@ -141,8 +141,8 @@ def check_shapes(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
     for name, tensor in model.state_dict().items():
         if tensor.shape != shapes.get(name, tensor.shape):
             raise CheckpointError(
-                f"{name!r} is {list(tensor.shape)} in the checkpoint and does not fit its "
-                f"config.json, of which it must be {list(shapes[name])}. "
+                f"{name!r} is {list(tensor.shape)} in the checkpoint and has not the shape "
+                f"that its config.json gives, {list(shapes[name])}. "
                 "Download or copy both again."
             )
 
