@@ -5,8 +5,8 @@
 Writes values.json; rows of models that are not named stay. NAME is minilm-l6 or dinov2-small.
 Values and outputs at 3/4 and 1/2 of their channels, queries and keys exact (head-svd of full
 width), with the weights alone, with as many channels for every head, and with channels chosen
-across heads; and both sides at once, at half of the queries and keys. Healed on up to 1024 texts,
-or on the photographs that were calibrated on. Measured on other input. Latency is that of the whole
+across heads; and both sides at once, at half of the queries and keys. Healed on up to 1024 texts
+in batches of 32, or on the photographs that were calibrated on, in batches of 16. Measured on other input. Latency is that of the whole
 model over the original's on one held-out batch, interleaved, one thread.
 """
 
@@ -80,7 +80,8 @@ def main() -> None:
     for name, folder in (pair.split("=", 1) for pair in given.models):
         original, _ = load(folder)
         seen, held_out = batches(name, folder, given.glue)
-        healing, _ = batches(name, folder, given.glue, most=1024, size=32)
+        size = 16 if "pixel_values" in seen[0] else 32
+        healing, _ = batches(name, folder, given.glue, most=1024, size=size)
         for share, (part, of) in SHARES.items():
             dv = part * original.config.hidden_size // of
             for way, options in ways(original.config, dv).items():
