@@ -6,8 +6,9 @@ Writes values.json; rows of models that are not named stay. NAME is minilm-l6 or
 Values and outputs at 3/4 and 1/2 of their channels, queries and keys exact (head-svd of full
 width), with the weights alone, with as many channels for every head, and with channels chosen
 across heads; and both sides at once, at half of the queries and keys. Healed on up to 1024 texts
-in batches of 32, or on the photographs that were calibrated on, in batches of 16. Measured on other input. Latency is that of the whole
-model over the original's on one held-out batch, interleaved, one thread.
+in batches of 32, or on the photographs that were calibrated on, in batches of 16. Measured on other
+input. Latency is that of the whole model over the original's on one held-out batch, interleaved,
+one thread.
 """
 
 import argparse
