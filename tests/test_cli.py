@@ -319,13 +319,18 @@ def test_out_that_cannot_be_made(tiny: Path, tmp_path: Path) -> None:
     assert_refused(run("convert", tiny, "--dk", 5, "--out", "/proc/out"), 1, "cannot be written")
 
 
+def own_lines(stderr: str) -> list[str]:
+    """Without torch's log, to which torchao adds where transformers finds it."""
+    return [line for line in stderr.splitlines() if not re.match(r"[IWE]\d{4} \d\d:", line)]
+
+
 def test_hub_id_without_a_hub(tmp_path: Path) -> None:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
     process = collabify_process("analyze", "nobody/nothing", env=environment)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (1, "")
-    assert err.startswith("Error: 'nobody/nothing' is neither a folder nor a model")
-    assert len(err.splitlines()) == 1
+    (line,) = own_lines(err)
+    assert line.startswith("Error: 'nobody/nothing' is neither a folder nor a model")
 
 
 def test_a_full_disk_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
@@ -342,8 +347,8 @@ def test_a_full_disk_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 1, result.stderr
-    assert result.stderr.startswith(f"Error: {str(out)!r} could not be written")
-    assert len(result.stderr.splitlines()) == 1
+    (line,) = own_lines(result.stderr)
+    assert line.startswith(f"Error: {str(out)!r} could not be written")
     assert not list(tmp_path.iterdir())
 
 
