@@ -121,7 +121,7 @@ def test_heal_that_wins_nothing_writes_nothing(folders: tuple[Path, Path]) -> No
     outcome = run("heal", out, *STEPS, "--learning-rate", 1e8)
     assert outcome.exit_code == 0, outcome.stderr
     said = " ".join(outcome.stdout.split())
-    assert re.search(r"After step \d[\d, ]* healing went back .*rate \(1e\+08 at first\)", said)
+    assert re.search(r"After steps \d[\d, ]* healing went back .*rate \(1e\+08 at first\)", said)
     assert "Nothing was won" in outcome.stdout
     assert f"{out} is as it was." in outcome.stdout
     assert contents(out) == before
