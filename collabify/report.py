@@ -130,10 +130,10 @@ def went_back(report: HealingReport) -> str:
     """Say that the learning rate was lowered, and why."""
     steps = ", ".join(map(str, report.went_back))
     after = "steps" if len(report.went_back) > 1 else "step"
+    rate = report.options["learning_rate"]
     return (
-        f"After {after} {steps} healing went back to the best so far, each time with a quarter of the "
-        f"learning rate ({report.options['learning_rate']:g} at first): the loss was above the "
-        "start's."
+        f"After {after} {steps} healing went back to the best so far, each time with a quarter of "
+        f"the learning rate ({rate:g} at first): the loss was above the start's."
     )
 
 
