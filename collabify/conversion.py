@@ -100,7 +100,8 @@ def convert(
         P_w where ``value_heads`` says so or no size is given at all.
     dynamic
         For ``talking-heads``: whether these projections have terms that depend on the tokens, drawn
-        small by ``seed``, for training.
+        small by ``seed``, for training. They change outputs a little, which errors leave out and
+        drift shows.
     dv
         Channels of all heads' values, between 1 and the number of heads times their width; exact at
         the latter. By default values and outputs stay as they are.
@@ -121,6 +122,7 @@ def convert(
         ``factored``, or ``tensorly`` for ``parafac`` and ``tucker`` on the dense stack.
     iterations, tolerance
         Stop after so many sweeps, or when they lower the relative error by less than this share.
+        Base heads and value heads take three at least.
     multiple
         Ranks chosen for ``kept`` or ``error`` are multiples of this.
     layers

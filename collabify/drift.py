@@ -2,7 +2,8 @@
 
 hidden_cosine  mean over real tokens of cos(h, h~)
 hidden_error   |h - h~| / |h|
-attention      mean over layers, heads and real targets of sum_s |p - p~| / 2
+attention      mean over layers, heads and real targets of sum_s |p - p~| / 2, of the probabilities
+               as the softmax gives them: before P_w, which mixes them afterwards
 """
 
 import copy

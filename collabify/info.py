@@ -165,7 +165,7 @@ def _conversion(info: ModelInfo) -> list[tuple[str, str]]:
 def _measured(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
     if record.get("error") is not None:
-        rows.append(("error, all layers", f"{record['error']:.4f}"))
+        rows.append(("error of logits", f"{record['error']:.4f}"))
     if record.get("drift") is not None:
         rows.append(("held-out drift", _drift(record["drift"])))
     healing = record.get("healing")

@@ -3,7 +3,8 @@
     effective[h] = (sum_n w[h, n]^2)^2 / sum_n w[h, n]^4
 
 the number of channels or heads that a head reads, as if all that it reads counted alike: one for a
-one-hot row, all for an even one. Weights of channels count by the length of the channel.
+one-hot row, all for an even one. Weights of channels, cores and base heads count by the length of
+what they weigh.
 
 Axes: h head that mixes, n channel or head that is mixed.
 """
@@ -21,6 +22,7 @@ from collabify.attention import SharedAttention
 from collabify.decompose import BlockFactors, CPFactors, TuckerFactors
 from collabify.errors import LayerError
 from collabify.models import find_attention
+from collabify.planning import check_finite
 from collabify.results import finite
 
 Kind = Literal["M", "P_l", "P_w"]
@@ -141,8 +143,13 @@ def mixing_report(model: nn.Module, *, layers: Sequence[int] | None = None) -> M
     ------
     LayerError
         Where a layer is not there or was not converted.
+    NonFiniteError
+        Where a weight is NaN or infinite.
     """
+    check_finite(model)
     sites = find_attention(model)
+    if layers is not None and not layers:
+        raise LayerError(f"layers={layers!r} must name at least one layer. Leave it out for all.")
     for index in layers or ():
         if not 0 <= index < len(sites) or not sites[index].converted:
             there = ", ".join(str(site.index) for site in sites if site.converted)
@@ -181,7 +188,10 @@ def _matrices(module: SharedAttention) -> list[tuple[Kind, Tensor]]:
             lengths = factors.core.flatten(1).norm(dim=1)
             found.append(("M", factors.mixing * lengths))
         elif isinstance(factors, BlockFactors) and factors.mixing is not None:
-            found.append(("P_l", factors.mixing))
+            base = factors.mixing.shape[1]
+            query, key = (w.view(base, -1, w.shape[-1]) for w in (factors.query, factors.key))
+            grams = (query @ query.mT) * (key @ key.mT)  # their sum is |query[n]^T key[n]|^2
+            found.append(("P_l", factors.mixing * grams.sum((1, 2)).clamp(min=0).sqrt()))
         if module.weights_mixing is not None:
             found.append(("P_w", module.weights_mixing))
     return [(kind, weights.detach().cpu().float()) for kind, weights in found]

@@ -83,17 +83,19 @@ def conversion_table(report: ConversionReport) -> tuple[list[str], list[list[str
     rows = []
     for layer in report.layers:
         row = [str(layer.index), layer.name, str(layer.rank)]
-        row += ["█" * max(1, round(8 * layer.rank / widest)), _read_by_head(layer)]
+        row += ["█" * max(1, round(8 * layer.rank / widest)), _read_by_head(layer, report.method)]
         rows.append([*row, *(_values(layer) if has_values else ()), *_outcome(layer)])
     return heads, rows
 
 
-def _read_by_head(layer: LayerReport) -> str:
+def _read_by_head(layer: LayerReport, method: str) -> str:
     """What a head reads."""
     if layer.head_rank is not None:
         return f"{layer.head_rank} cores"
     if layer.base_heads is not None:
         return f"{layer.base_heads} base heads"
+    if method == "talking-heads":
+        return "its own"
     return str(layer.channels or "all")
 
 

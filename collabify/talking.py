@@ -18,6 +18,7 @@ from collabify.config import LayerConfig
 from collabify.decompose import Factors, ValueFactors
 
 VARIANCE = 1e-2
+SEEDS = 1_000_003  # apart, so that no two of them share what they draw
 
 T = TypeVar("T", Factors, ValueFactors)
 
@@ -32,7 +33,7 @@ def drawn(factors: T, layer: LayerConfig, seed: int) -> T:
         return factors
     is_value = isinstance(factors, ValueFactors)
     width = (whole.value if is_value else whole.query).shape[1]
-    generator = torch.Generator().manual_seed(seed + 2 * layer.index + is_value)
+    generator = torch.Generator().manual_seed(seed * SEEDS + 2 * layer.index + is_value)
     spread = (VARIANCE / (mixing.shape[1] * width)) ** 0.5
     terms = (
         (spread * torch.randn(*mixing.shape, width, generator=generator)).to(mixing)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from collabify import convert, find_attention
 from collabify.cli.app import app
-from collabify.errors import LayerError, OptionError, OutputError
+from collabify.errors import LayerError, NonFiniteError, OptionError, OutputError
 from collabify.mixing import effective, is_converted, mixing_report
 from collabify.mixing_figure import by_likeness, mixing_figure
 from collabify.report import save_figure
@@ -62,6 +62,38 @@ def test_channels_count_by_their_lengths() -> None:
             site.module.mixing.div_(4)  # type: ignore[operator]
     for old, new in zip(before.mixings, mixing_report(model).mixings, strict=True):
         assert old.weights == pytest.approx(np.asarray(new.weights), rel=1e-5)
+
+
+def test_base_heads_count_by_what_they_say() -> None:
+    """However queries, keys and P_l share it among them."""
+    model = TINY["bert"].build()
+    convert(model, method="talking-heads", base_heads=4, base_width=3, calibration="none")
+    before = mixing_report(model)
+    for site in find_attention(model):
+        with torch.no_grad():
+            rows = slice(3, 6)  # the second base head
+            site.query.weight[rows] *= 8
+            site.key.weight[rows] /= 2
+            site.module.logits_mixing[:, 1] /= 4
+    after = mixing_report(model)
+    for old, new in zip(before.mixings, after.mixings, strict=True):
+        assert new.effective == pytest.approx(old.effective, rel=1e-5)
+    site = find_attention(model)[0]
+    query, key = (part.weight.detach().view(-1, 3, 24) for part in (site.query, site.key))
+    lengths = torch.stack([(q.T @ k).norm() for q, k in zip(query, key[: len(query)], strict=True)])
+    weights = site.module.logits_mixing.detach() * lengths
+    torch.testing.assert_close(torch.tensor(after.mixings[0].weights), weights)
+
+
+def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    model = TINY["bert"].build()
+    convert(model, **LOW["talking-heads"])
+    with pytest.raises(LayerError, match=r"layers=\[\] must name at least one layer"):
+        mixing_report(model, layers=[])
+    with torch.no_grad():
+        find_attention(model)[1].module.logits_mixing[0, 0] = float("nan")
+    with pytest.raises(NonFiniteError, match="logits_mixing"):
+        mixing_report(model)
 
 
 def test_inserted_projections_read_one_head() -> None:

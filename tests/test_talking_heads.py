@@ -24,6 +24,7 @@ from collabify.decompose import (
 from collabify.decompose.head_svd import head_triplets
 from collabify.errors import OptionError, RankError
 from collabify.forms import HeadForms
+from collabify.report import conversion_table
 
 BASE, WIDTH = 2, 7
 
@@ -290,6 +291,29 @@ def test_terms_of_tokens_are_small_and_of_the_seed() -> None:
     assert variance == pytest.approx(1e-2 / (3 * 24), rel=0.3)
 
 
+def test_no_two_terms_of_tokens_are_the_same() -> None:
+    """Neither of two layers, nor of two seeds."""
+    found = []
+    for seed in range(4):
+        model = TINY["bert"].build()
+        convert(model, method="talking-heads", dynamic=True, calibration="none", seed=seed)
+        for site in find_attention(model):
+            terms = (getattr(site.module, name) for name in ("x2l", "m2l", "x2w", "m2w"))
+            found += [float(term.detach().flatten()[0]) for term in terms]
+    assert len(set(found)) == len(found) == 4 * 2 * 4
+
+
+def test_the_table_says_what_a_head_reads() -> None:
+    for options, said in (
+        ({"method": "talking-heads", "projections": "weights", "dk": 12}, "its own"),
+        ({"method": "talking-heads", "base_heads": 2, "dk": 12}, "2 base heads"),
+        ({"dk": 12, "channels": "all"}, "all"),
+    ):
+        report = convert(TINY["bert"].build(), calibration="none", **options)
+        heads, rows = conversion_table(report)
+        assert {row[heads.index("per head")] for row in rows} == {said}
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("projections", ["weights", "both"])
 def test_other_kernels_are_refused_where_probabilities_are_mixed(projections: str) -> None:
@@ -378,6 +402,17 @@ REFUSED: list[tuple[type[Exception], dict[str, Any], str]] = [
         {"method": "talking-heads", "dk": 10, "base_heads": 3},
         "dk=10 must be 12 for 3 base heads of 4",
     ),
+    (RankError, {"method": "talking-heads", "dk": 25}, "dk=25 must be between 1 and 24"),
+    (
+        RankError,
+        {"method": "talking-heads", "dk": 23, "base_heads": 5},
+        "dk=23 must be 20 for 5 base heads of 4",
+    ),
+    (
+        RankError,
+        {"method": "talking-heads", "dk": 24, "base_heads": 50},
+        "base_heads=50 must be at most 24",
+    ),
     (
         RankError,
         {"method": "talking-heads", "dk": 8, "base_heads": 2, "base_width": 3},
@@ -401,7 +436,7 @@ REFUSED: list[tuple[type[Exception], dict[str, Any], str]] = [
     (
         RankError,
         {"method": "talking-heads", "projections": "weights", "base_width": 9},
-        "dk=27 must be between 1 and 24",
+        "base_heads=3 of base_width=9 are 27, above the 24 of",
     ),
 ]
 

@@ -44,7 +44,8 @@ def analyze(
     W_Kᵀ, and of all heads together, which is what bounds a shared rank. Suggests a --dk for
     `collabify convert`.
 
-    Of a model that was converted, shows how its heads mix what they share.
+    Of a model that was converted, shows how its heads mix what they share; of the options, only
+    --layer, --plot and --json count then.
     """
     from collabify.analysis import analyze as run
     from collabify.mixing import is_converted, mixing_report

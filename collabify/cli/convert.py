@@ -94,15 +94,25 @@ def convert(
     ] = None,
     base_width: Annotated[
         int | None,
-        typer.Option(min=1, metavar="D", help="talking-heads: channels of a base head."),
+        typer.Option(
+            min=1,
+            metavar="D",
+            help="talking-heads: channels of a base head. (default: what --dk leaves)",
+        ),
     ] = None,
     projections: Annotated[
         ProjectionsName | None,
-        typer.Option(help="talking-heads: mix logits before, or weights after the softmax."),
+        typer.Option(
+            help="talking-heads: mix logits before the softmax, weights after it, or both. "
+            "(default: logits; both where no size is given)"
+        ),
     ] = None,
     dynamic: Annotated[
         bool,
-        typer.Option("--dynamic", help="talking-heads: mixing depends on tokens, for training."),
+        typer.Option(
+            "--dynamic",
+            help="talking-heads: mixing depends on tokens, a little at first; for training.",
+        ),
     ] = False,
     dv: Annotated[
         int | None,
@@ -248,7 +258,7 @@ def _print(report: "ConversionReport", out: Path | None, calibration: str) -> No
     else:
         typer.echo(f"Calibrated on {report.calibration}.")
     if report.error is not None:
-        typer.echo(f"Error over all layers together: {report.error:.4f}.")
+        typer.echo(f"Error of the logits, all layers together: {report.error:.4f}.")
     healing = report.healing
     if healing is not None and healing.kept:
         before = healing.drift_before.hidden_cosine

@@ -55,7 +55,7 @@ def fit_block_term(
     width
         Channels of each, at least 1; exact with as many base heads as heads at ``forms.head_dim``.
     iterations
-        Sweeps at most.
+        Sweeps at most, of the start that proved best; three, where fewer are asked for.
     tolerance
         Stop when sweeps lower the relative error by less than this share of it on average.
     """

@@ -90,6 +90,11 @@ class Request(Asked):
         if self.method != "talking-heads":
             return self._largest(site) if self.dk is None else self.dk
         base = self._base_heads(site) or site.num_heads
+        if base > site.full_rank:
+            raise RankError(
+                f"base_heads={base} must be at most {site.full_rank}, the channels of "
+                f"{site.name!r}. Lower --base-heads."
+            )
         if self.dk is None:
             width = self.base_width or site.head_dim
             if base * width > site.full_rank and self.base_width is None:
@@ -97,8 +102,15 @@ class Request(Asked):
                     f"base_heads={base} of {width} channels each are {base * width}, above the "
                     f"{site.full_rank} of {site.name!r}. Set --base-width or --dk."
                 )
-            return self._fitting(base, width, site)
-        width = self.base_width or -(-self.dk // base)
+            rank = self._fitting(base, width, site)
+            if rank > site.full_rank:
+                raise RankError(
+                    f"base_heads={base} of base_width={width} are {rank}, above the "
+                    f"{site.full_rank} of {site.name!r}. Lower --base-heads or --base-width."
+                )
+            return rank
+        self._check_rank(site, self.dk)
+        width = self.base_width or min(-(-self.dk // base), site.full_rank // base)
         if self.dk != base * width:
             raise RankError(
                 f"dk={self.dk} must be {base * width} for {base} base heads of {width}. Change "
@@ -130,12 +142,7 @@ class Request(Asked):
 
     def _layer(self, site: AttentionSite, rank: int) -> LayerConfig:
         heads = site.num_heads
-        largest = self._largest(site)
-        if not 1 <= rank <= largest:
-            raise RankError(
-                f"dk={rank} must be between 1 and {largest} for {site.name!r} ({heads} heads of "
-                f"{site.head_dim}). {'Lower' if rank > largest else 'Raise'} --dk."
-            )
+        self._check_rank(site, rank)
         if self.head_rank is not None and not 1 <= self.head_rank <= heads:
             raise RankError(
                 f"head_rank={self.head_rank} must be between 1 and {heads}, the heads of "
@@ -150,6 +157,14 @@ class Request(Asked):
             self._base_heads(site),
             dynamic=self.dynamic,
         )
+
+    def _check_rank(self, site: AttentionSite, rank: int) -> None:
+        largest = self._largest(site)
+        if not 1 <= rank <= largest:
+            raise RankError(
+                f"dk={rank} must be between 1 and {largest} for {site.name!r} ({site.num_heads} "
+                f"heads of {site.head_dim}). {'Lower' if rank > largest else 'Raise'} --dk."
+            )
 
     def _largest(self, site: AttentionSite) -> int:
         return min(site.full_rank, site.width) if self.method == "tucker" else site.full_rank

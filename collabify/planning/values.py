@@ -139,7 +139,16 @@ class ValueRequest:
             _check_range(self.dv, site)
             return replace(layer, values=self.dv)
         heads = self.heads or site.num_heads
-        width = site.head_dim if self.dv is None else -(-self.dv // heads)
+        if heads > site.full_rank:
+            raise RankError(
+                f"value_heads={heads} must be at most {site.full_rank}, the channels of "
+                f"{site.name!r}. Lower --value-heads."
+            )
+        if self.dv is not None:
+            _check_range(self.dv, site)
+        width = site.head_dim
+        if self.dv is not None:
+            width = min(-(-self.dv // heads), site.full_rank // heads)
         values = self.dv or heads * width
         if values != heads * width:
             raise RankError(
@@ -151,7 +160,8 @@ class ValueRequest:
                 f"dv={values} in {heads} value heads is {width} channels for each, above the "
                 f"{site.width} inputs of {site.name!r}. Lower --dv or raise --value-heads."
             )
-        _check_range(values, site, told=self.dv is not None)
+        if self.dv is None:
+            _check_range(values, site, told=False)
         exact = (heads, width) == (site.num_heads, site.head_dim)
         if not exact and site.output.bias is None:
             raise UnsupportedModelError(
